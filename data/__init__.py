@@ -1,0 +1,1 @@
+"""Facts as TOML, CSV and JSON, each value with its source; read by `importlib.resources.files('hybridlab.data')`."""
