@@ -1,0 +1,34 @@
+"""A clean copy of the checkout for tests that build, export or rewrite: no test writes into the checkout itself."""
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def checkout_files():
+    "Paths of all files that are committed or could be (untracked and not ignored), relative to the root."
+    listing = subprocess.run(['git', '-c', 'safe.directory=*', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'],
+                             cwd=ROOT, capture_output=True, text=True)
+    assert listing.returncode == 0, f'These tests need a git checkout: {listing.stderr.strip()}'
+    names = sorted(set(filter(None, listing.stdout.split('\0'))))
+    return [name for name in names if (ROOT / name).is_symlink() or (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope='session')
+def copy_checkout():
+    "Function that copies the checkout, links kept as links, into a new folder."
+    def copy(folder):
+        for name in checkout_files():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+        return folder
+    return copy
+
+
+@pytest.fixture
+def repo_copy(copy_checkout, tmp_path):
+    "Copy of the checkout for one test to change as it likes."
+    return copy_checkout(tmp_path / 'repo')
