@@ -1,0 +1,153 @@
+"""The documentation site: built once from the checkout, checked page by page, and walked through in a browser."""
+import re
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+
+from hybridlab import pages, site
+
+ROOT = site.find_checkout()
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
+         '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
+
+
+@pytest.fixture(scope='session')
+def built(tmp_path_factory):
+    "Folder of the site; building fails on anything that check_site finds."
+    return site.build_docs(ROOT, tmp_path_factory.mktemp('docs') / 'site')
+
+
+def addresses():
+    return [pages.page_address(path, ROOT) for path in site.list_notebooks(ROOT)]
+
+
+# --- without a browser
+
+def test_nothing_is_wrong_with_the_site(built):
+    assert site.check_site(built) == []
+
+
+def test_pages_are_english_and_carry_their_titles(built):
+    for path, page in zip(site.list_notebooks(ROOT), addresses()):
+        text = (built / page).read_text('utf-8')
+        title = re.search(r'"# ([^"\\]+)', path.read_text('utf-8'))[1]
+        assert '<html' in text and 'lang="en"' in text[:500]
+        assert f'class="title">{title}</h1>' in text, page
+
+
+def test_sidebar_holds_every_page_in_reading_order(built):
+    text = (built / 'core' / 'findings.html').read_text('utf-8')
+    links = re.findall(r'<a[^>]*href="([^"]+)"[^>]*class="sidebar-item-text', text)
+    assert [link.removeprefix('../') if link.startswith('../') else f'core/{link}' for link in links] == addresses()
+
+
+def test_names_in_backticks_and_signatures_are_there(built):
+    text = (built / 'core' / 'findings.html').read_text('utf-8')
+    assert re.search(r'href="(findings.html)?#finding"><code>Finding</code>', text)
+    assert 'id="severity"' in text and '<code>findings</code>' in text and 'class="api-source"' in text
+
+
+def test_hidden_cells_and_imports_stay_out(built):
+    for page in addresses():
+        assert '#| ' not in re.sub(r'(?s)<pre.*?</pre>|<code.*?</code>', '', (built / page).read_text('utf-8'))
+
+
+@pytest.mark.parametrize('harm, code', [
+    (lambda page: page.unlink(), 'site.page'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<a href="../nowhere.html">x</a></main>')), 'site.link'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<a href="#nowhere">x</a></main>')), 'site.link'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<img src="nowhere.png"></main>')), 'site.link'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<p style="background: url(//example.org/x.png)"></main>')), 'site.load'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<script>import("https://example.org/x.js")</script></main>')), 'site.load'),
+    (lambda page: (page.parent.parent / 'extra.css').write_text('@import "https://example.org/x.css";'), 'site.load'),
+    (lambda page: page.write_text(page.read_text().replace('</main>', '<p>\\(x\\)</p></main>')), 'site.formula'),
+    (lambda page: page.write_text(page.read_text().replace('id="did_you_mean"', '')), 'site.name'),
+])
+def test_every_kind_of_damage_is_found(built, tmp_path, harm, code):
+    copy = shutil.copytree(built, tmp_path / 'site')
+    harm(copy / 'core' / 'findings.html')
+    assert code in {finding.code for finding in site.check_site(copy)}
+
+
+def test_a_link_to_another_site_and_a_price_are_no_damage(built, tmp_path):
+    copy = shutil.copytree(built, tmp_path / 'site')
+    page = copy / 'core' / 'findings.html'
+    page.write_text(page.read_text().replace('</main>', '<a href="https://example.org/">x</a> $2 and $3 <code>$x$</code></main>'))
+    assert site.check_site(copy) == []
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    (tmp_path / 'thesis.txt').write_text('mine')
+    with pytest.raises(ValueError, match='no site of ours'):
+        site.build_docs(ROOT, tmp_path)
+    assert (tmp_path / 'thesis.txt').read_text() == 'mine'
+
+
+# --- in a browser
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope='session')
+def browser():
+    if CHROMIUM is None:
+        pytest.skip('needs chromium on the PATH')
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, built):
+    "Opens a page of the site; at the end of the test no request may have left the machine, and no page may have complained."
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(built)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here, outside, complaints = f'127.0.0.1:{server.server_port}', [], []
+    page = browser.new_page(viewport={'width': 1280, 'height': 900})
+    page.on('request', lambda request: urlsplit(request.url).scheme not in ('data', 'blob') and urlsplit(request.url).netloc != here and outside.append(request.url))
+    page.on('console', lambda message: message.type == 'error' and complaints.append(message.text))
+    page.on('pageerror', lambda error: complaints.append(str(error)))
+
+    def visit(address):
+        response = page.goto(f'http://{here}/{address}', wait_until='load')
+        assert response.ok, address
+        return page
+
+    yield visit
+    page.close()
+    server.shutdown()
+    server.server_close()
+    assert outside == [] and complaints == []
+
+
+@pytest.mark.browser
+def test_no_page_needs_the_network(visit):
+    for address in addresses():
+        page = visit(address)
+        assert page.locator('main h1').first.is_visible(), address
+        assert page.locator('main math').evaluate_all('all => all.every(one => one.getBoundingClientRect().height > 0)'), address
+        assert page.locator('main img').evaluate_all('all => all.every(one => one.naturalWidth > 0)'), address
+        wide = page.evaluate('document.documentElement.scrollWidth - document.documentElement.clientWidth')
+        assert wide <= 0, f'{address} scrolls sideways by {wide} px'
+
+
+@pytest.mark.browser
+def test_typing_in_the_search_box_gives_hits_that_can_be_read_and_followed(visit):
+    page = visit('index.html')
+    page.fill('.smalldocs-search input', 'raise_errors')
+    hit = page.locator('.search-result').first
+    hit.wait_for(timeout=10_000)
+    light = page.locator('.search-result-text').first.evaluate('one => getComputedStyle(one).color.match(/\\d+/g).slice(0, 3).every(value => value > 150)')
+    assert light, 'grey text on the dark bar'
+    hit.click()
+    page.wait_for_url('**/core/findings.html*')
