@@ -111,6 +111,7 @@ def open_notebook(browser, lab):
     def open_notebook(name):
         page.goto(f'{lab}/lab/tree/{name}?token={TOKEN}&reset')
         page.wait_for_selector('.jp-Notebook .jp-Cell')
+        page.wait_for_selector('.jp-Toolbar-kernelName:has-text("Python 3")') # until then "idle" means only that no kernel is busy
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status=idle]')
         return page
 

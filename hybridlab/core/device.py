@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -57,17 +57,18 @@ def _environ(name, value):
 
 # %% ../../nbs/core/02_device.ipynb #7c5afdbc
 def load_torch() -> ModuleType: # the torch module
-    "torch, imported so that an installed torch_npu without CANN cannot make the import fail."
+    "torch, imported so that a broken torch_npu cannot make the import fail."
     if 'torch' in sys.modules:
         return sys.modules['torch']
     if find_spec('torch') is None:
         raise ModuleNotFoundError("torch is not installed. Fix: pip install 'hybridlab[torch]', or 'hybridlab[npu]' inside a CANN image")
-    autoload = '0' if _cann_reason() else '1'
-    with _environ('TORCH_DEVICE_BACKEND_AUTOLOAD', autoload):
-        try:
-            return importlib.import_module('torch')
-        except Exception as error:
-            raise ImportError(f'torch does not import: {error}. Fix: set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and start a new process') from error
+    has_npu = find_spec('torch_npu') is not None
+    with _environ('TORCH_DEVICE_BACKEND_AUTOLOAD', '0' if has_npu else '1'):
+        torch = importlib.import_module('torch')
+    if not _cann_reason():
+        with suppress(Exception): # `pick_device` tries again and keeps the reason
+            importlib.import_module('torch_npu')
+    return torch
 
 # %% ../../nbs/core/02_device.ipynb #2d219171
 def _probe(kind):

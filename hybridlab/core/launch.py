@@ -137,7 +137,6 @@ def _join_group(job, rank):
     # The parent's timeout explains who is missing, the backend's does not: let the parent's come first.
     dist.init_process_group(job.backend, init_method=f'file://{job.folder}/store', rank=rank, world_size=job.world_size,
                             timeout=timedelta(days=1))
-    dist.barrier()
 
 # %% ../../nbs/core/03_launch.ipynb #071787ff
 def _rank_main(rank, payload_path):
