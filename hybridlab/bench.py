@@ -92,11 +92,11 @@ def bench_quantization(numel: int = 1 << 24, # float32 values
                        note: Callable[[str], object] = print, # told what could not be measured
                       ) -> list[Row]:
     "Quantize and dequantize on one CPU thread."
-    from hybridlab.comm.quantization import Quantized, _codes, dequantize, quantize, quantize_gradient
+    from hybridlab.comm.quantization import _codes, dequantize, empty_quantized, quantize, quantize_gradient
 
     torch = load_torch()
     x, y, lost = torch.randn(numel), torch.empty(numel), torch.zeros(numel)
-    outs = {bits: Quantized.empty((numel,), bits=bits) for bits in (8, 4, 2)}
+    outs = {bits: empty_quantized((numel,), bits=bits) for bits in (8, 4, 2)}
     blocks = x[:numel // 256 * 256].view(-1, 256)
     eager = lambda: _codes(blocks, 8, 0.0, False, 0)
     candidates = {

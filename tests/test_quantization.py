@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from hybridlab.comm.convergence import SCHEMES, compare_schemes
-from hybridlab.comm.quantization import ErrorFeedback, Quantized, _dequantize_torch, _quantize_torch, dequantize, quantize, relative_error
+from hybridlab.comm.quantization import ErrorFeedback, Quantized, _dequantize_torch, _quantize_torch, dequantize, empty_quantized, quantize, relative_error
 
 values = arrays(np.float32, st.integers(0, 700), elements=st.floats(-1e4, 1e4, width=32))
 blocks, bits = st.sampled_from([8, 64, 256, None]), st.sampled_from([8, 4, 2])
@@ -52,8 +52,8 @@ def test_torch_operations_and_compiled_loops_agree(array, block, width, stochast
     if spoil and len(x):
         x[len(x) // 2] = float('inf')
     lost = torch.linspace(-1, 1, len(x))
-    ours, a, b = Quantized.empty(x.shape, block=block, bits=width), lost.clone(), lost.clone()
-    theirs = Quantized.empty(x.shape, block=block, bits=width)
+    ours, a, b = empty_quantized(x.shape, block=block, bits=width), lost.clone(), lost.clone()
+    theirs = empty_quantized(x.shape, block=block, bits=width)
     ours.buffer.zero_(), theirs.buffer.zero_()
     quantize(x, threshold=threshold, rounding='stochastic' if stochastic else 'nearest', seed=5, out=ours, residual=a if feedback else None)
     _quantize_torch(x, b if feedback else None, theirs, threshold, stochastic, 5 * 0x9E3779B9 & 0xFFFFFFFF)
@@ -89,14 +89,14 @@ def test_dtype_and_shape_come_back(dtype):
 def test_the_buffer_is_all_that_is_needed(width):
     x = torch.randn(1001)
     sent = quantize(x, bits=width)
-    received = Quantized.empty(x.shape, bits=width)
+    received = empty_quantized(x.shape, bits=width)
     received.buffer.copy_(sent.buffer)
     assert torch.equal(dequantize(received), dequantize(sent))
     assert sent.nbytes == -(-1001 * width // 32) * 4 + 4 * 4
 
 
 def test_in_place_forms_allocate_nothing_new():
-    x, out, y = torch.randn(5000), Quantized.empty((5000,)), torch.empty(5000)
+    x, out, y = torch.randn(5000), empty_quantized((5000,)), torch.empty(5000)
     address = out.buffer.data_ptr()
     assert quantize(x, out=out).buffer.data_ptr() == address and dequantize(out, out=y) is y
     assert torch.equal(y, dequantize(quantize(x)))
@@ -124,7 +124,7 @@ def test_feedback_loses_nothing(numel, width, count, threshold):
 
 @pytest.mark.parametrize('wrong, message', [
     (dict(bits=16), 'valid here: 8, 4, 2'), (dict(block=7), 'multiple of 8'), (dict(rounding='up'), 'valid here: nearest'),
-    (dict(threshold=-1.0), '0 or larger'), (dict(out=Quantized.empty((3,))), 'out holds 3 values')])
+    (dict(threshold=-1.0), '0 or larger'), (dict(out=empty_quantized((3,))), 'out holds 3 values')])
 def test_wrong_arguments_are_answered_with_the_remedy(wrong, message):
     with pytest.raises(ValueError, match=message):
         quantize(torch.ones(4), **wrong)

@@ -160,6 +160,24 @@ def load_chunk_sweep(variant: str = 'int8_hierarchical', # or 'fp32_hierarchical
     return sweep[sweep.variant == variant].reset_index(drop=True)
 
 # %% ../../nbs/comm/00_chunking.ipynb #baed9e9f
+def _fastest_tried(history, decay):
+    "The size with the lowest moving average of its times."
+    average = {}
+    for size, seconds in history:
+        average[size] = seconds + (1 - decay) * (average.get(size, seconds) - seconds)
+    return min(average, key=average.get, default=131072)
+
+
+def _probe_or_best(history, total_bytes):
+    "A probe that the history lacks, else the optimum of the fitted model."
+    tried = {size for size, _ in history}
+    for probe in (math.ceil(total_bytes / chunks) for chunks in (64, 8, 1)):
+        if probe not in tried:
+            return probe
+    model = fit_chunk_model(history, total_bytes)
+    return optimal_chunk_bytes(total_bytes, model.wire_s, model.rest_s, max(model.overhead_s, 1e-9))
+
+# %% ../../nbs/comm/00_chunking.ipynb #ca136931
 class DynamicChunker:
     "Chunk size learned from the times of past transfers of one tensor size."
 
@@ -171,9 +189,7 @@ class DynamicChunker:
                 ):
         if method not in ('fit', 'ewma'):
             raise ValueError(f'method={method!r}; valid here: fit, ewma')
-        self.total_bytes, self.method, self.decay = total_bytes, method, decay
-        self.history = deque(maxlen=history)
-        self.probes = [math.ceil(total_bytes / chunks) for chunks in (64, 8, 1)]
+        self.total_bytes, self.method, self.decay, self.history = total_bytes, method, decay, deque(maxlen=history)
 
     def update_metrics(self,
                        chunk_bytes: int, # [B] size that was used
@@ -183,20 +199,8 @@ class DynamicChunker:
         self.history.append((chunk_bytes, seconds))
 
     def predict_optimal(self) -> int: # [B]
-        "The size to use next: an untried probe while there is one, then the best known."
-        tried = {chunk_bytes for chunk_bytes, _ in self.history}
-        if self.method == 'ewma':
-            return self._fastest_tried() if tried else 131072
-        if untried := [size for size in self.probes if size not in tried]:
-            return untried[0]
-        model = fit_chunk_model(self.history, self.total_bytes)
-        return optimal_chunk_bytes(self.total_bytes, model.wire_s, model.rest_s, max(model.overhead_s, 1e-9))
-
-    def _fastest_tried(self):
-        average = {}
-        for size, seconds in self.history:
-            average[size] = seconds + (1 - self.decay) * (average.get(size, seconds) - seconds)
-        return min(average, key=average.get)
+        "The size to use next."
+        return _fastest_tried(self.history, self.decay) if self.method == 'ewma' else _probe_or_best(self.history, self.total_bytes)
 
 # %% ../../nbs/comm/00_chunking.ipynb #ed8db56d
 @style()
@@ -237,7 +241,7 @@ class Bucket:
     names: tuple[str, ...] # parameters, in the order in which backward finishes them
     nbytes: int # [B] sum of their gradients
 
-
+# %% ../../nbs/comm/00a_buckets.ipynb #aa6cb3e2
 def gradient_buckets(params: Mapping[str, object] | Iterable[tuple[str, object]], # name → tensor or size in bytes, in forward order
                      bucket_bytes: int = 26214400, # [B] a bucket is closed when it reaches this
                      first_bucket_bytes: int = 1048576, # [B] the same for the first one

@@ -109,6 +109,11 @@ def _gradients(model, images, labels):
     grads, losses = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))(params, images, labels)
     return losses, torch.cat([grad.flatten(1) for grad in grads.values()], dim=1)
 
+
+def _set_gradient(model, flat):
+    for parameter, part in zip(model.parameters(), flat.split([parameter.numel() for parameter in model.parameters()])):
+        parameter.grad = part.view_as(parameter)
+
 # %% ../../nbs/comm/01a_convergence.ipynb #fe6163ed
 def train_digits(reduce: Callable, # [workers, values] gradients → [values] mean
                  seed: int = 0, # of the data split, the initial weights and the order
@@ -124,19 +129,14 @@ def train_digits(reduce: Callable, # [workers, values] gradients → [values] me
     model, rng, mine = _network(seed), np.random.default_rng(seed), list(range(workers) if mine is None else mine)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), []
     for _ in range(epochs):
-        order = torch.from_numpy(rng.permutation(len(labels)))
-        steps = order[:len(order) // (workers * batch) * workers * batch].reshape(-1, workers, batch)[:, mine]
-        epoch = 0.0
-        for step in steps:
+        steps = rng.permutation(len(labels))[:len(labels) // (workers * batch) * workers * batch].reshape(-1, workers, batch)[:, mine]
+        losses.append(0.0)
+        for step in torch.from_numpy(steps):
             loss, grads = _gradients(model, images[step], labels[step])
-            mean = reduce(grads)
-            for parameter, part in zip(model.parameters(), mean.split([p.numel() for p in model.parameters()])):
-                parameter.grad = part.view_as(parameter)
+            _set_gradient(model, mean := reduce(grads))
             optimizer.step()
-            epoch += loss.mean().item() / len(steps)
-        losses.append(epoch)
-    with torch.no_grad():
-        right = model(test_images).argmax(dim=1) == test_labels
+            losses[-1] += loss.mean().item() / len(steps)
+    right = model(test_images).argmax(dim=1) == test_labels
     return Training(np.array(losses), right.float().mean().item(), mean.numpy())
 
 # %% ../../nbs/comm/01a_convergence.ipynb #a2b2743b

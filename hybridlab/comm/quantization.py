@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['quantize_gradient', 'Quantized', 'quantize', 'dequantize', 'relative_error', 'predicted_error', 'ErrorFeedback',
-           'plot_quantization', 'sample_gradient', 'explore_quantization']
+__all__ = ['quantize_gradient', 'Quantized', 'empty_quantized', 'quantize', 'dequantize', 'relative_error', 'predicted_error',
+           'ErrorFeedback', 'plot_quantization', 'sample_gradient', 'explore_quantization']
 
 # %% ../../nbs/comm/01_quantization.ipynb #06bcd483
 def quantize_gradient(grad: torch.Tensor, # any shape, floating point
@@ -43,29 +43,8 @@ class Quantized:
     block: int # values per scale
     bits: int # 8, 4 or 2 per value
 
-    @classmethod
-    def empty(cls,
-              shape: tuple[int, ...], # of the tensor
-              dtype: torch.dtype | None = None, # of the tensor; None is float32
-              block: int | None = 256, # values per scale, a multiple of 8; None is one scale for the tensor
-              bits: int = 8, # 8, 4 or 2 per value
-              device: torch.device | str = 'cpu', # where the buffer lives
-             ) -> Quantized:
-        "A preallocated buffer for the in-place form of `quantize`."
-        torch = load_torch()
-        if bits not in (8, 4, 2):
-            raise ValueError(f'bits={bits}; valid here: 8, 4, 2')
-        if block is not None and (block < 8 or block % 8):
-            raise ValueError(f'block={block}; give a multiple of 8, at least 8, or None for one scale per tensor')
-        numel = math.prod(shape)
-        block = block or max(8, -(-numel // 8) * 8)
-        nbytes = _payload_bytes(numel, bits) + 4 * -(-numel // block)
-        return cls(torch.empty(nbytes, dtype=torch.uint8, device=device), tuple(shape), dtype or torch.float32, block, bits)
-
-    @property
-    def numel(self) -> int:
-        "Number of values."
-        return math.prod(self.shape)
+    numel = property(lambda self: math.prod(self.shape), doc='Number of values.')
+    nbytes = property(lambda self: self.buffer.numel(), doc='Bytes on the wire.')
 
     @property
     def payload(self) -> torch.Tensor:
@@ -77,15 +56,28 @@ class Quantized:
         "The float32 scales, one per block (a view)."
         return self.buffer[_payload_bytes(self.numel, self.bits):].view(load_torch().float32)
 
-    @property
-    def nbytes(self) -> int:
-        "Bytes on the wire."
-        return self.buffer.numel()
-
 
 def _payload_bytes(numel, bits):
     "Bytes of the packed values, padded so that the scales behind them are aligned."
     return -(-numel * bits // 32) * 4
+
+# %% ../../nbs/comm/01_quantization.ipynb #d336797e
+def empty_quantized(shape: tuple[int, ...], # of the tensor
+                    dtype: torch.dtype | None = None, # of the tensor; None is float32
+                    block: int | None = 256, # values per scale, a multiple of 8; None is one scale for the tensor
+                    bits: int = 8, # 8, 4 or 2 per value
+                    device: torch.device | str = 'cpu', # where the buffer lives
+                   ) -> Quantized: # its buffer holds no values yet
+    "A preallocated buffer, for the in-place form of `quantize` or to receive one."
+    torch = load_torch()
+    if bits not in (8, 4, 2):
+        raise ValueError(f'bits={bits}; valid here: 8, 4, 2')
+    if block is not None and (block < 8 or block % 8):
+        raise ValueError(f'block={block}; give a multiple of 8, at least 8, or None for one scale per tensor')
+    numel = math.prod(shape)
+    block = block or max(8, -(-numel // 8) * 8)
+    nbytes = _payload_bytes(numel, bits) + 4 * -(-numel // block)
+    return Quantized(torch.empty(nbytes, dtype=torch.uint8, device=device), tuple(shape), dtype or torch.float32, block, bits)
 
 # %% ../../nbs/comm/01_quantization.ipynb #a1df0252
 _INFINITY_BITS = np.uint32(0x7F800000)
@@ -165,7 +157,7 @@ def _keep_lost(values, codes, step, lost):
     for i in range(values.size):
         lost[i] = values[i] - step * np.float32(codes[i])
 
-
+# %% ../../nbs/comm/01_quantization.ipynb #4b002e56
 @jit
 def _quantize_loop(x, residual, payload, scale, block, bits, threshold, stochastic, seed):
     "Quantizes block by block; with a residual, quantizes x + residual and leaves there what was lost."
@@ -266,7 +258,7 @@ def _quantize_torch(x, residual, out, threshold, stochastic, seed):
     packed = ((groups & mask) << shifts).sum(dim=1).to(torch.uint8)
     out.payload[:packed.numel()] = packed
 
-
+# %% ../../nbs/comm/01_quantization.ipynb #7d662d17
 def _dequantize_torch(q, flat, add):
     "`_dequantize_loop` on any device."
     torch = load_torch()
@@ -278,35 +270,39 @@ def _dequantize_torch(q, flat, add):
     flat.add_(values) if add else flat.copy_(values)
 
 # %% ../../nbs/comm/01_quantization.ipynb #77bbab3b
-def quantize(x: torch.Tensor, # any shape, floating point, any device
-             block: int | None = 256, # values per scale, a multiple of 8; None is one scale for the tensor
-             bits: int = 8, # 8, 4 or 2 per value
-             threshold: float = 0.0, # magnitudes below this are sent as 0
-             rounding: str = 'nearest', # or 'stochastic': exact in the mean, twice the variance
-             seed: int = 0, # of stochastic rounding; the same seed gives the same result on every device
-             out: Quantized | None = None, # preallocated; its block and bits are used
-             residual: torch.Tensor | None = None, # float32, shape of x: added before, replaced by what was lost
-            ) -> Quantized: # `out` if given
-    "Blockwise symmetric quantization."
-    torch = load_torch()
+def _prepared(x, block, bits, threshold, rounding, out):
+    "The checked output, with shape and dtype of x."
     if not x.is_floating_point():
         raise TypeError(f'dtype {x.dtype} is not floating point; gradients are')
     if rounding not in ('nearest', 'stochastic'):
         raise ValueError(f'rounding={rounding!r}; valid here: nearest, stochastic')
     if not 0 <= threshold < float('inf'):
         raise ValueError(f'threshold={threshold}; give a finite number, 0 or larger')
-    out = Quantized.empty(x.shape, x.dtype, block, bits, x.device) if out is None else out
+    out = empty_quantized(x.shape, x.dtype, block, bits, x.device) if out is None else out
     if out.numel != x.numel():
-        raise ValueError(f'out holds {out.numel} values, x has {x.numel()}; make it with Quantized.empty(x.shape)')
-    out = out if (out.shape, out.dtype) == (tuple(x.shape), x.dtype) else replace(out, shape=tuple(x.shape), dtype=x.dtype)
+        raise ValueError(f'out holds {out.numel} values, x has {x.numel()}; make it with empty_quantized(x.shape)')
+    return replace(out, shape=tuple(x.shape), dtype=x.dtype)
+
+# %% ../../nbs/comm/01_quantization.ipynb #a65b3885
+def quantize(x: torch.Tensor, # any shape, floating point, any device
+             block: int | None = 256, # values per scale, a multiple of 8; None is one scale for the tensor
+             bits: int = 8, # 8, 4 or 2 per value
+             threshold: float = 0.0, # magnitudes below this are sent as 0
+             rounding: str = 'nearest', # or 'stochastic': exact in the mean, twice the variance
+             seed: int = 0, # of stochastic rounding; the same seed gives the same result on every device
+             out: Quantized | None = None, # preallocated; its buffer, block and bits are used
+             residual: torch.Tensor | None = None, # float32, shape of x: added before, replaced by what was lost
+            ) -> Quantized: # in the buffer of `out` if given
+    "Blockwise symmetric quantization."
+    out = _prepared(x, block, bits, threshold, rounding, out)
     flat, lost = x.detach().reshape(-1), None if residual is None else residual.view(-1)
     stochastic, seed = rounding == 'stochastic', seed * 0x9E3779B9 & 0xFFFFFFFF
-    if x.device.type == 'cpu':
-        empty = np.empty(0, np.float32)
-        _quantize_loop(flat.float().numpy(), empty if lost is None else lost.numpy(), out.payload.numpy(), out.scale.numpy(),
-                       out.block, out.bits, np.float32(threshold), stochastic, np.uint32(seed))
-    else:
+    if x.device.type != 'cpu':
         _quantize_torch(flat, lost, out, threshold, stochastic, seed)
+        return out
+    lost = np.empty(0, np.float32) if lost is None else lost.numpy()
+    _quantize_loop(flat.float().numpy(), lost, out.payload.numpy(), out.scale.numpy(),
+                   out.block, out.bits, np.float32(threshold), stochastic, np.uint32(seed))
     return out
 
 # %% ../../nbs/comm/01_quantization.ipynb #bf193a66

@@ -77,7 +77,11 @@ def _pack(call):
     "(pickled call, source lines by file name) of a function with its arguments."
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(call)
+    try:
+        pickler.dump(call)
+    except Exception as error:
+        raise TypeError(f'{call[0]!r} or its arguments cannot be sent to other processes: {error}. '
+                        'Create locks, files and groups inside the function') from error
     return buffer.getvalue(), {name: linecache.getlines(name) for name in pickler.files}
 
 
@@ -188,6 +192,7 @@ def _stacks(job, processes):
     return {rank: job.path('stack', rank).read_text(errors='replace') for rank in alive if job.path('stack', rank).exists()}
 
 
+# %% ../../nbs/core/03_launch.ipynb #9a4066c9
 def _timeout_error(job, processes, seconds, phase):
     "The exception that says who waits, where, and who is missing."
     places = {rank: _where(stack) for rank, stack in _stacks(job, processes).items()}
@@ -282,24 +287,30 @@ def _first_error(job, processes):
     return error
 
 # %% ../../nbs/core/03_launch.ipynb #c671372f
-def _collect(job, processes, timeout_s):
-    "Waits until every rank has a result; raises the first failure, or RankTimeout."
-    echo, joined_at, started, bar = _Echo(job), None, time.monotonic(), None
+def _results(job, processes, timeout_s):
+    "Yields the number of results again and again until all are there; raises the first failure, or RankTimeout."
     count = lambda kind: sum(job.path(kind, rank).exists() for rank in range(job.world_size))
+    begin, limit, phase = time.monotonic(), JOIN_TIMEOUT_S, 'joining'
+    while (done := count('result')) < job.world_size:
+        yield done
+        wait([process.sentinel for process in processes], timeout=0.02)
+        if _first_error(job, processes):
+            time.sleep(0.3) # let the others report too: the earliest stamp decides
+            raise _first_error(job, processes)
+        if phase == 'joining' and count('joined') == job.world_size:
+            begin, limit, phase = time.monotonic(), timeout_s, 'running'
+        if time.monotonic() - begin > limit:
+            raise _timeout_error(job, processes, limit, phase)
+
+
+# %% ../../nbs/core/03_launch.ipynb #7ac3c700
+def _collect(job, processes, timeout_s):
+    "Waits for every result, shows what the ranks print, and a bar if it takes more than two seconds."
+    echo, started, bar = _Echo(job), time.monotonic(), None
     try:
-        while (done := count('result')) < job.world_size:
-            wait([process.sentinel for process in processes], timeout=0.02)
+        for done in _results(job, processes, timeout_s):
             echo()
-            if _first_error(job, processes):
-                time.sleep(0.3) # let the others report too: the earliest stamp decides
-                break
-            now = time.monotonic()
-            if joined_at is None and count('joined') == job.world_size:
-                joined_at = now
-            begin, limit, phase = (started, JOIN_TIMEOUT_S, 'joining') if joined_at is None else (joined_at, timeout_s, 'running')
-            if now - begin > limit:
-                raise _timeout_error(job, processes, limit, phase)
-            if bar is None and now - started > 2:
+            if bar is None and time.monotonic() - started > 2:
                 bar = tqdm(total=job.world_size, desc=f'waiting for {job.world_size} ranks', unit='rank', leave=False, mininterval=1)
             if bar is not None:
                 bar.update(done - bar.n)
@@ -307,8 +318,6 @@ def _collect(job, processes, timeout_s):
         if bar is not None:
             bar.close()
         echo(last=True)
-    if error := _first_error(job, processes):
-        raise error
 
 # %% ../../nbs/core/03_launch.ipynb #3260c1b7
 def _end(job, processes):
@@ -325,6 +334,21 @@ def _end(job, processes):
         process.join()
         process.close()
 
+# %% ../../nbs/core/03_launch.ipynb #60bbb0ce
+def _make_job(folder, world_size, backend, env):
+    "The shared part of a run; checks that the backend has a device for every rank."
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f'world_size={world_size!r}; give an integer, 1 or more')
+    device = pick_device() if backend is None else None
+    backend = backend or device.backend
+    kinds = {name: kind for kind, name in BACKENDS.items()}
+    if backend not in kinds:
+        raise ValueError(f'backend={backend!r}; valid here: {", ".join(kinds)}')
+    device = device or pick_device(kinds[backend])
+    if device.type != 'cpu' and world_size > device.count:
+        raise ValueError(f'world_size={world_size} but {device.count} {device.type} visible; use fewer ranks or backend="gloo"')
+    return _Job(folder, world_size, backend, device.type, {**os.environ, **env})
+
 # %% ../../nbs/core/03_launch.ipynb #8fa34ea2
 def run(fn: Callable, # called as fn(*args) on every rank, inside an initialised torch.distributed
         *args, # the same for every rank; use `dist.get_rank()` inside to tell them apart
@@ -334,14 +358,9 @@ def run(fn: Callable, # called as fn(*args) on every rank, inside an initialised
         env: Mapping[str, str] | None = None, # environment variables of the ranks, beside the present ones
        ) -> list: # what fn returned on rank 0, 1, …
     "Runs a function on N new processes with a process group; every rank's value, or the first rank's error."
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f'world_size={world_size!r}; give an integer, 1 or more')
     if not 0 < timeout_s < float('inf'):
         raise ValueError(f'timeout_s={timeout_s!r}; give a finite time above 0 s')
-    try:
-        packed = _pack((fn, args))
-    except Exception as error:
-        raise TypeError(f'{fn!r} or its arguments cannot be sent to other processes: {error}. Create locks, files and groups inside the function') from error
+    packed = _pack((fn, args))
     with tempfile.TemporaryDirectory(prefix='hybridlab-', ignore_cleanup_errors=True) as folder:
         job = _make_job(Path(folder), world_size, backend, env or {})
         payload_path = Path(folder, 'payload')
@@ -352,16 +371,3 @@ def run(fn: Callable, # called as fn(*args) on every rank, inside an initialised
             return [cloudpickle.loads(job.path('result', rank).read_bytes()) for rank in range(world_size)]
         finally:
             _end(job, processes)
-
-# %% ../../nbs/core/03_launch.ipynb #e7928b93
-def _make_job(folder, world_size, backend, env):
-    "The shared part of a run; checks that the backend has a device for every rank."
-    device = pick_device() if backend is None else None
-    backend = backend or device.backend
-    kinds = {name: kind for kind, name in BACKENDS.items()}
-    if backend not in kinds:
-        raise ValueError(f'backend={backend!r}; valid here: {", ".join(kinds)}')
-    device = device or pick_device(kinds[backend])
-    if device.type != 'cpu' and world_size > device.count:
-        raise ValueError(f'world_size={world_size} but {device.count} {device.type} visible; use fewer ranks or backend="gloo"')
-    return _Job(folder, world_size, backend, device.type, {**os.environ, **env})

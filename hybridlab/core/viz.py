@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import io
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from html import escape
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['COLORS', 'HATCH', 'CYCLE', 'STYLE', 'style', 'new_axes', 'legend_outside', 'to_png', 'show', 'Live', 'live']
+__all__ = ['COLORS', 'HATCH', 'CYCLE', 'STYLE', 'SLOW_S', 'style', 'new_axes', 'legend_outside', 'to_png', 'show', 'Live', 'live']
 
 # %% ../../nbs/core/04_viz.ipynb #e875eff2
 COLORS = {
@@ -95,6 +96,9 @@ def _figure(drawn):
     return figure
 
 # %% ../../nbs/core/04_viz.ipynb #0a759c18
+SLOW_S = 0.15 # [s] a drawing slower than this waits until the handle is let go
+
+
 class Live(widgets.VBox):
     "Controls above one picture, drawn again whenever a control moves."
 
@@ -106,29 +110,29 @@ class Live(widgets.VBox):
         self.image, self.message = widgets.Image(format='png'), widgets.HTML()
         started = time.perf_counter()
         self.refresh()
-        slow = time.perf_counter() - started > 0.15 # [s] slower than this, draw when the handle is let go
         for control in controls.values():
-            if slow and hasattr(control, 'continuous_update'):
-                control.continuous_update = False
-            control.observe(self.refresh, names='value')
+            if hasattr(control, 'continuous_update'):
+                control.continuous_update = time.perf_counter() - started < SLOW_S
+            control.observe(lambda change: self.refresh(), names='value')
         super().__init__([*controls.values(), self.message, self.image])
 
-    def refresh(self,
-                change=None, # the traitlets event, unused: all values are read
-               ) -> None:
+    def refresh(self) -> None:
         "Draws the present values; a ValueError becomes a line of text above the last good picture."
-        try:
-            with style():
-                drawn = self.draw(**{name: control.value for name, control in self.controls.items()})
-            self.image.value = to_png(_figure(drawn))
-            self.message.value = ''
-        except ValueError as error:
-            self.message.value = f'<b style="color:#B00020">{escape(str(error))}</b>'
+        _redraw(self.draw, {name: control.value for name, control in self.controls.items()}, self.image, self.message)
 
     def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
-        import base64
         bundle = super()._repr_mimebundle_(include=include, exclude=exclude, **kwargs) or {}
-        return {**bundle, 'image/png': base64.b64encode(self.image.value).decode('ascii')}
+        return {**bundle, 'image/png': b64encode(self.image.value).decode('ascii')}
+
+# %% ../../nbs/core/04_viz.ipynb #fb8bce86
+def _redraw(draw, values, image, message):
+    "Puts draw(**values) into the image widget, or the words of its ValueError into the message widget."
+    try:
+        with style():
+            drawn = draw(**values)
+        image.value, message.value = to_png(_figure(drawn)), ''
+    except ValueError as error:
+        message.value = f'<b style="color:#B00020">{escape(str(error))}</b>'
 
 # %% ../../nbs/core/04_viz.ipynb #4a8f36a2
 def _control(name, short, default):
