@@ -12,9 +12,8 @@ from urllib.request import ProxyHandler, build_opener
 
 import pytest
 
-from hybridlab.site import find_checkout, repair_index_link
+from hybridlab.site import repair_index_link
 
-ROOT = find_checkout()
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
          '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
@@ -24,14 +23,9 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope='session')
-def checkout(tmp_path_factory):
-    "A fresh copy of the checkout, so that JupyterLab saves nothing into this one: tracked files, and new ones that git does not ignore."
-    copy = tmp_path_factory.mktemp('lab') / 'hybridlab'
-    listed = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split('\0')):
-        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name, follow_symlinks=False)
+def checkout(copy_checkout, tmp_path_factory):
+    "A fresh copy of the checkout, so that JupyterLab saves nothing into this one."
+    copy = copy_checkout(tmp_path_factory.mktemp('lab') / 'hybridlab')
     repair_index_link(copy)
     return copy
 
@@ -92,7 +86,7 @@ def end(process):
     process.wait(timeout=30)
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module') # playwright allows one at a time
 def browser(lab):
     from playwright.sync_api import sync_playwright
 

@@ -18,7 +18,7 @@ FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy
 
 @pytest.fixture(scope='session')
 def built(tmp_path_factory):
-    "Folder of the site; building fails on anything that check_site finds."
+    "Folder of the site."
     return site.build_docs(ROOT, tmp_path_factory.mktemp('docs') / 'site')
 
 
@@ -95,7 +95,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module') # playwright allows one at a time
 def browser():
     if CHROMIUM is None:
         pytest.skip('needs chromium on the PATH')

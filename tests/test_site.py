@@ -201,13 +201,6 @@ def test_readme_is_readable_and_the_same_every_time(toy):
     assert len(pictures) == 1 and f']({pictures[0]})' in text
 
 
-def test_committed_readme_is_in_step(tmp_path):
-    shutil.copy(ROOT / 'index.ipynb', tmp_path)
-    assert site.export_readme(tmp_path) == (ROOT / 'README.md').read_text('utf-8'), 'run hybridlab.site.export_readme'
-    for picture in (tmp_path / 'docs_img').glob('*'):
-        assert picture.read_bytes() == (ROOT / 'docs_img' / picture.name).read_bytes()
-
-
 # --- reference entries
 
 class Sample:

@@ -180,7 +180,8 @@ def _where(stack: str) -> tuple[str, str]:
         return '', 'not known (no stack)'
     source = linecache.getline(user['file'], int(user['line'])).strip()
     op = ops[-1] if ops else 'wait' if '.wait(' in source else ''
-    return op, f'{user["file"]}:{user["line"]} in {user["name"]}' + (f': {source}' if source else '')
+    file = 'cell' if 'ipykernel_' in user['file'] or user['file'].startswith('<ipython') else user['file']
+    return op, f'{file}:{user["line"]} in {user["name"]}' + (f': {source}' if source else '')
 
 # %% ../../nbs/core/03_launch.ipynb #961a51a3
 def _stacks(job, processes):
