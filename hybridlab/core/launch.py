@@ -145,9 +145,11 @@ def _join_group(job, rank):
 # %% ../../nbs/core/03_launch.ipynb #071787ff
 def _rank_main(rank, payload_path):
     "Entry of a rank process: joins, calls the function, leaves the result or the error."
-    job, packed = cloudpickle.loads(Path(payload_path).read_bytes())
+    job, prepare, packed = cloudpickle.loads(Path(payload_path).read_bytes())
     try:
         _isolate(job, rank)
+        if prepare is not None:
+            prepare(rank)
         _join_group(job, rank)
         fn, args = _unpack(*packed) # only now: what it imports must find the rank's environment
         job.write('joined', rank, b'')
@@ -357,6 +359,7 @@ def run(fn: Callable, # called as fn(*args) on every rank, inside an initialised
         backend: str | None = None, # 'hccl', 'nccl' or 'gloo'; None takes the one of `pick_device`
         timeout_s: float = 120, # [s] longest run time, counted from when all ranks have joined
         env: Mapping[str, str] | None = None, # environment variables of the ranks, beside the present ones
+        prepare: Callable[[int], object] | None = None, # called with the rank before it joins, e.g. to enter a network namespace
        ) -> list: # what fn returned on rank 0, 1, …
     "Runs a function on N new processes with a process group; every rank's value, or the first rank's error."
     if not 0 < timeout_s < float('inf'):
@@ -365,7 +368,7 @@ def run(fn: Callable, # called as fn(*args) on every rank, inside an initialised
     with tempfile.TemporaryDirectory(prefix='hybridlab-', ignore_cleanup_errors=True) as folder:
         job = _make_job(Path(folder), world_size, backend, env or {})
         payload_path = Path(folder, 'payload')
-        payload_path.write_bytes(cloudpickle.dumps((job, packed)))
+        payload_path.write_bytes(cloudpickle.dumps((job, prepare, packed)))
         processes = _start(job, str(payload_path))
         try:
             _collect(job, processes, timeout_s)
