@@ -61,7 +61,7 @@ def own_imports(module):
             names = [f'{base}.{alias.name}' if f'{base}.{alias.name}'.removeprefix('hybridlab.') in FILES else base for alias in node.names]
         for name in names:
             ours = name.removeprefix('hybridlab.')
-            if name.startswith('hybridlab.') and ours.split('.')[0] != 'data':
+            if name.startswith('hybridlab.') and ours.split('.')[0] not in ('data', '_modidx'):
                 yield node.lineno, ours
 
 

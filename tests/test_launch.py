@@ -12,17 +12,19 @@ import pytest
 from hybridlab.core.launch import RankError, RankTimeout, run
 
 
-def leftovers() -> list[str]:
-    "Command lines of our descendants that are not the fork server or its tracker."
-    lines = [' '.join(child.cmdline()) for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    servers = [line for line in lines if 'forkserver' in line]
-    return [line for line in lines if 'forkserver' not in line and 'resource_tracker' not in line] + servers[1:]
+def family() -> set[psutil.Process]:
+    "Our living descendants, without the fork server and its tracker, which stay until we end."
+    children = {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    servers = {child for child in children if child.cmdline() and child.cmdline()[-1].startswith(('from multiprocessing.forkserver', 'from multiprocessing.resource_tracker'))
+               and child.parent() == psutil.Process()}
+    return children - servers
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
+    before = family()
     yield
-    assert leftovers() == []
+    assert family() <= before, 'a rank, or what it started, is still there'
 
 
 def rank_and_sum(add):
