@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tqdm.auto import tqdm
-
 from .core.device import load_torch, pick_device
 from .core.launch import run
+from .core.progress import progress
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +52,7 @@ def best_seconds(candidates: Mapping[str, Callable[[], object]], # name → func
                 ) -> dict[str, float]: # name → shortest time of one call [s]
     "Shortest time of each candidate, measured in turns."
     best = dict.fromkeys(candidates, float('inf'))
-    for turn in tqdm(range(rounds + 1), desc=f'timing {len(candidates)} candidates', leave=False):
+    for turn in progress(range(rounds + 1), f'timing {len(candidates)} candidates'):
         order = list(candidates)
         for name in order[turn % len(order):] + order[:turn % len(order)]: # each follows each other one in turn
             started = time.perf_counter()
@@ -156,7 +155,7 @@ def bench_chunking(total_bytes: int = 32 << 20, # [B] tensor that is cut and red
                    note: Callable[[str], object] = print, # told the fitted size
                   ) -> list[Row]:
     "Cutting a tensor, and an all-reduce in chunks of the fitted size."
-    from hybridlab.comm.chunking import article_chunk, dynamic_chunk, fit_chunk_model, optimal_chunk_bytes
+    from hybridlab.comm.chunking import article_chunk, chunk_from_probes, dynamic_chunk
 
     torch = load_torch()
     grad = torch.randn(total_bytes // 4)
@@ -164,8 +163,7 @@ def bench_chunking(total_bytes: int = 32 << 20, # [B] tensor that is cut and red
                             'copies': lambda: [chunk.clone() for chunk in dynamic_chunk(grad)]}, rounds=50)
     probes = [total_bytes // 64, total_bytes // 8, total_bytes]
     measured = run(_chunked_allreduce, total_bytes, probes, 2, world_size=world_size, backend='gloo')[0]
-    model = fit_chunk_model(list(measured.items()), total_bytes)
-    best = optimal_chunk_bytes(total_bytes, model.wire_s, model.rest_s, max(model.overhead_s, 1e-9))
+    best = chunk_from_probes(measured.items(), total_bytes)
     note(f'fitted chunk {best / 1024:,.0f} KiB from probes of {", ".join(f"{size // 1024:,} KiB" for size in probes)}')
     times = run(_chunked_allreduce, total_bytes, [best, 131072], rounds, world_size=world_size, backend='gloo')[0]
     cut = f'cut {total_bytes >> 20} MiB in 128 KiB'

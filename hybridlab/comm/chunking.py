@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['dynamic_chunk', 'merge_chunks', 'article_chunk', 'ChunkModel', 'optimal_chunk_bytes', 'fit_chunk_model', 'load_chunk_sweep', 'DynamicChunker', 'plot_chunk_model', 'explore_chunking', 'Bucket', 'gradient_buckets', 'bucket_times', 'bert_large_bytes', 'plot_buckets', 'explore_buckets']
+__all__ = ['dynamic_chunk', 'merge_chunks', 'article_chunk', 'ChunkModel', 'optimal_chunk_bytes', 'fit_chunk_model', 'load_chunk_sweep', 'chunk_from_probes', 'DynamicChunker', 'plot_chunk_model', 'explore_chunking', 'Bucket', 'gradient_buckets', 'bucket_times', 'bert_large_bytes', 'plot_buckets', 'explore_buckets']
 
 # %% ../../nbs/comm/00_chunking.ipynb #4cd90fa6
 def _elements_per_chunk(itemsize, chunk_bytes, align_bytes):
@@ -159,6 +159,17 @@ def load_chunk_sweep(variant: str = 'int8_hierarchical', # or 'fp32_hierarchical
         raise ValueError(f'variant={variant!r}; valid here: {", ".join(sorted(set(sweep.variant)))}')
     return sweep[sweep.variant == variant].reset_index(drop=True)
 
+# %% ../../nbs/comm/00_chunking.ipynb #78b4be8d
+def chunk_from_probes(probes: Iterable[tuple[int, float]], # (chunk size [B], time [s]), three or more different chunk counts
+                      total_bytes: int, # [B] all that is sent
+                      wire_s: float | None = None, # [s] known time of the bytes on the slowest link; None fits it too
+                     ) -> int: # [B]
+    "Best chunk size by the model fitted to the probes, not smaller than the smallest probe."
+    probes = list(probes)
+    model = fit_chunk_model(probes, total_bytes, wire_s)
+    best = optimal_chunk_bytes(total_bytes, model.wire_s, model.rest_s, max(model.overhead_s, 1e-12))
+    return max(best, min(size for size, _ in probes))
+
 # %% ../../nbs/comm/00_chunking.ipynb #baed9e9f
 def _fastest_tried(history, decay):
     "The size with the lowest moving average of its times."
@@ -174,8 +185,7 @@ def _probe_or_best(history, total_bytes):
     for probe in (math.ceil(total_bytes / chunks) for chunks in (64, 8, 1)):
         if probe not in tried:
             return probe
-    model = fit_chunk_model(history, total_bytes)
-    return optimal_chunk_bytes(total_bytes, model.wire_s, model.rest_s, max(model.overhead_s, 1e-9))
+    return chunk_from_probes(history, total_bytes)
 
 # %% ../../nbs/comm/00_chunking.ipynb #ca136931
 class DynamicChunker:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from .quantization import ErrorFeedback, dequantize, quantize, quantize_gradient
 from ..core.device import load_torch
+from ..core.progress import progress
 from ..core.viz import CYCLE, Live, legend_outside, live, new_axes, style
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def compare_schemes(names: Iterable[str] | None = None, # keys of `SCHEMES`; Non
     if unknown := [name for name in names if name not in SCHEMES]:
         raise ValueError(f'not a scheme: {", ".join(unknown)}; valid here: {", ".join(SCHEMES)}')
     rows = []
-    for name in tqdm(names, desc='training', leave=False):
+    for name in progress(names, 'training'):
         runs = [train_digits(SCHEMES[name](), seed, epochs) for seed in seeds]
         curve = np.mean([run.losses for run in runs], axis=0)
         rows.append((name, curve[-1], float(np.mean([run.accuracy for run in runs])), curve))

@@ -30,6 +30,7 @@ import cloudpickle
 from tqdm.auto import tqdm
 
 from .device import BACKENDS, _environ, load_torch, pick_device
+from .progress import progress
 
 # %% auto #0
 __all__ = ['JOIN_TIMEOUT_S', 'RankError', 'RankTimeout', 'run']
@@ -314,7 +315,7 @@ def _collect(job, processes, timeout_s):
         for done in _results(job, processes, timeout_s):
             echo()
             if bar is None and time.monotonic() - started > 2:
-                bar = tqdm(total=job.world_size, desc=f'waiting for {job.world_size} ranks', unit='rank', leave=False, mininterval=1)
+                bar = progress(desc=f'waiting for {job.world_size} ranks', total=job.world_size, unit='rank')
             if bar is not None:
                 bar.update(done - bar.n)
     finally:
