@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['dynamic_chunk', 'merge_chunks', 'article_chunk', 'ChunkModel', 'optimal_chunk_bytes', 'fit_chunk_model', 'load_chunk_sweep', 'chunk_from_probes', 'DynamicChunker', 'plot_chunk_model', 'explore_chunking', 'Bucket', 'gradient_buckets', 'bucket_times', 'bert_large_bytes', 'plot_buckets', 'explore_buckets']
+__all__ = ['dynamic_chunk', 'merge_chunks', 'article_chunk', 'ChunkModel', 'link_chunk_model', 'optimal_chunk_bytes', 'fit_chunk_model', 'load_chunk_sweep', 'chunk_from_probes', 'DynamicChunker', 'plot_chunk_model', 'explore_chunking', 'Bucket', 'gradient_buckets', 'bucket_times', 'bert_large_bytes', 'plot_buckets', 'explore_buckets']
 
 # %% ../../nbs/comm/00_chunking.ipynb #4cd90fa6
 def _elements_per_chunk(itemsize, chunk_bytes, align_bytes):
@@ -94,15 +94,12 @@ class ChunkModel:
     rest_s: float # [s] R, all other stages for all bytes
     overhead_s: float # [s] a, cost of one more chunk
 
-    @classmethod
-    def from_link(cls,
-                  total_bytes: int, # [B] all that is sent
-                  alpha: float, # [s] latency of one message
-                  beta: float, # [s/B] inverse bandwidth
-                  stages: int = 2, # equal pipeline stages, 1 or more
-                 ) -> ChunkModel:
-        "The model of a pipeline of equal stages."
-        return cls(total_bytes, total_bytes * beta + (stages - 1) * alpha, (stages - 1) * total_bytes * beta, alpha)
+    def scaled(self,
+               total_bytes: int, # [B] another size
+              ) -> ChunkModel:
+        "The model of a tensor of another size: stages grow with the bytes, the cost of a chunk stays."
+        ratio = total_bytes / self.total_bytes
+        return ChunkModel(total_bytes, self.wire_s * ratio, self.rest_s * ratio, self.overhead_s)
 
     def seconds(self,
                 chunk_bytes: float | np.ndarray, # [B] above 0; larger than the total means uncut
@@ -110,6 +107,15 @@ class ChunkModel:
         "Predicted time with chunks of this size."
         chunks = np.ceil(self.total_bytes / np.minimum(chunk_bytes, self.total_bytes))
         return self.wire_s + self.rest_s / chunks + self.overhead_s * chunks
+
+# %% ../../nbs/comm/00_chunking.ipynb #ab9e20e0
+def link_chunk_model(total_bytes: int, # [B] all that is sent
+                     alpha: float, # [s] latency of one message
+                     beta: float, # [s/B] inverse bandwidth
+                     stages: int = 2, # equal pipeline stages, 1 or more
+                    ) -> ChunkModel:
+    "The model of a pipeline of equal stages."
+    return ChunkModel(total_bytes, total_bytes * beta + (stages - 1) * alpha, (stages - 1) * total_bytes * beta, alpha)
 
 # %% ../../nbs/comm/00_chunking.ipynb #c500f86a
 def optimal_chunk_bytes(total_bytes: int, # [B] all that is sent, 1 or more
@@ -146,7 +152,7 @@ def fit_chunk_model(probes: Iterable[tuple[int, float]], # (chunk size [B], time
     known = np.zeros(len(probes)) if wire_s is None else columns[:, 0] * wire_s
     free = columns if wire_s is None else columns[:, 1:]
     parts, _ = nnls(free, 1 - known)
-    return ChunkModel(total_bytes, *(parts if wire_s is None else (wire_s, *parts)))
+    return ChunkModel(total_bytes, *map(float, parts if wire_s is None else (wire_s, *parts)))
 
 # %% ../../nbs/comm/00_chunking.ipynb #488e5f32
 def load_chunk_sweep(variant: str = 'int8_hierarchical', # or 'fp32_hierarchical'
@@ -237,7 +243,7 @@ def plot_chunk_model(model: ChunkModel, # what to draw
 def explore_chunking() -> Live:
     "Sliders for size, latency, bandwidth and stages; time against chunk size."
     def draw(total_mib=64, alpha_us=60.0, bandwidth_gb_s=25.0, stages=3):
-        return plot_chunk_model(ChunkModel.from_link(int(total_mib * 2**20), alpha_us * 1e-6, 1 / (bandwidth_gb_s * 1e9), stages))
+        return plot_chunk_model(link_chunk_model(int(total_mib * 2**20), alpha_us * 1e-6, 1 / (bandwidth_gb_s * 1e9), stages))
 
     return live(draw, total_mib=(1, 1024), alpha_us=(1.0, 200.0, 1.0), bandwidth_gb_s=(1.0, 200.0, 1.0), stages=(1, 6))
 

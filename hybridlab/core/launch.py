@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -26,14 +27,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import CodeType, ModuleType
 
+# %% auto #0
+__all__ = ['JOIN_TIMEOUT_S', 'RankError', 'RankTimeout', 'run']
+
+# %% ../../nbs/core/03_launch.ipynb #91d84a3c
 import cloudpickle
 from tqdm.auto import tqdm
 
 from .device import BACKENDS, _environ, load_torch, pick_device
 from .progress import progress
-
-# %% auto #0
-__all__ = ['JOIN_TIMEOUT_S', 'RankError', 'RankTimeout', 'run']
 
 # %% ../../nbs/core/03_launch.ipynb #ffb84fa8
 class RankError(RuntimeError):
@@ -178,8 +180,10 @@ def _where(stack: str) -> tuple[str, str]:
     frames = [match.groupdict() for match in _FRAME.finditer(threads[-1])] if threads else []
     inner = [frame for frame in frames if f'{os.sep}torch{os.sep}distributed{os.sep}' in frame['file']]
     ops = [frame['name'] for frame in inner if not frame['file'].endswith('c10d_logger.py') and not frame['name'].startswith('_')]
-    user = next((frame for frame in frames if frame not in inner and f'{os.sep}torch{os.sep}' not in frame['file']), None)
-    if user is None:
+    libraries = (*(sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')), '<frozen')
+    own = [frame for frame in frames if not frame['file'].startswith(libraries)] or [frame for frame in frames if frame not in inner]
+    user = own[0] if own else None
+    if user is None or user['name'] == '_rank_main':
         return '', 'not known (no stack)'
     source = linecache.getline(user['file'], int(user['line'])).strip()
     op = ops[-1] if ops else 'wait' if '.wait(' in source else ''
