@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 # %% auto #0
-__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'StageModel', 'call_seconds', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce']
+__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'StageModel', 'call_seconds', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
 
 # %% ../../nbs/comm/04_collectives.ipynb #d9772519
 @dataclass(frozen=True)
@@ -622,3 +622,38 @@ def explore_allreduce() -> Live:
 
     return live(draw, servers=(2, 64), ranks=(1, 16), gbit_per_s=(1.0, 800.0, 1.0), alpha_us=(1.0, 500.0, 1.0), size_mib=(1, 1024),
                 bits={'FP32': None, '8': 8, '4': 4}, chunk_kib=[128, 512, 1024, 4096, 16384, 65536], depth=(1, 4))
+
+# %% ../../nbs/comm/04d_ddp.ipynb #4485d19a
+from zlib import crc32
+
+# %% ../../nbs/comm/04d_ddp.ipynb #02d31d7c
+def _future_of(handle, device):
+    "A torch future of an all-reduce under way, for DDP."
+    torch = load_torch()
+    future = torch.futures.Future() if device.type == 'cpu' else torch.futures.Future(devices=[device])
+
+    def finish(_):
+        try:
+            future.set_result(handle.wait()) # in the driver thread: its stream waits for the slots' streams
+        except Exception as error: # arrives in backward
+            future.set_exception(error)
+
+    handle._future.add_done_callback(finish)
+    return future
+
+# %% ../../nbs/comm/04d_ddp.ipynb #256b4dbf
+def ddp_hook(reducer: AllReduce, # of this rank
+             model: torch.nn.Module, # the module given to DistributedDataParallel; names its parameters
+            ) -> Callable: # for `ddp.register_comm_hook(None, …)`
+    "A DDP communication hook that averages buckets with the given reducer."
+    names, owner = {id(parameter): name for name, parameter in model.named_parameters()}, {}
+
+    def hook(state, bucket):
+        members = [names[id(parameter)] for parameter in bucket.parameters()]
+        key = f'{members[0]} to {members[-1]}, {len(members)} parameters, {crc32(" ".join(members).encode()):08x}'
+        for stale in {owner[name] for name in members if owner.get(name, key) != key}:
+            reducer._engine.residuals.pop(stale, None) # the bucket it belonged to was regrouped
+        owner.update(dict.fromkeys(members, key))
+        return _future_of(reducer(bucket.buffer(), op='avg', key=key, async_op=True), bucket.buffer().device)
+
+    return hook
