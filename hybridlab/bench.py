@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from .core.device import load_torch, pick_device
@@ -171,7 +172,11 @@ def bench_chunking(total_bytes: int = 32 << 20, # [B] tensor that is cut and red
             faster(f'all-reduce of {total_bytes >> 20} MiB, {world_size} gloo ranks, fitted chunk', times[best], times[131072], "the article's 128 KiB chunk")]
 
 # %% ../nbs/bench.ipynb #bb8647a9
-BENCHES: dict[str, Callable[..., list[Row]]] = {'chunking': bench_chunking, 'quantization': bench_quantization}
+BENCHES = { # name → where its function is; imported when it is run
+    'allreduce': 'hybridlab.bench_allreduce:bench_allreduce',
+    'chunking': 'hybridlab.bench:bench_chunking',
+    'quantization': 'hybridlab.bench:bench_quantization',
+}
 
 
 def machine() -> dict[str, object]: # what the times depend on
@@ -189,7 +194,7 @@ def run_bench(name: str, # a key of `BENCHES`
     if name not in BENCHES:
         raise ValueError(f'bench {name!r} does not exist; valid here: {", ".join(BENCHES)}')
     notes: list[str] = []
-    rows = BENCHES[name](**options, note=notes.append)
+    rows = resolve_name(BENCHES[name])(**options, note=notes.append)
     return {'bench': name, 'machine': machine(), 'rows': [asdict(row) for row in rows], 'notes': notes}
 
 

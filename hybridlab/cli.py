@@ -103,15 +103,17 @@ def _bench(args):
 
 
 def _print_table(frame, title):
-    "A pandas table in the terminal; ratios below 1 in red."
+    "Comparisons in the terminal; ratios below 1 in red."
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*map(str, frame.columns), title=title, title_justify='left')
+    console = Console()
+    table = Table('case', 'ours', 'peer', 'ratio', title=title, title_justify='left')
     for row in frame.itertuples(index=False):
-        cells = [f'{value:,.3g}' if isinstance(value, float) else str(value) for value in row]
-        table.add_row(*cells, style='red' if getattr(row, 'ratio', 1) < 1 else None)
-    Console().print(table)
+        ours, peer = (f'{value:,.3g} {row.unit}'.removesuffix(' 1') for value in (row.ours, row.peer))
+        table.add_row(f'{row.case}: {row.metric}', ours, f'{peer} ({row.peer_name})', f'{row.ratio:.2f}', style='red' if row.ratio < 1 else None)
+    console.width = console.width if console.is_terminal else 140
+    console.print(table)
 
 # %% ../nbs/cli.ipynb #cd8260e4
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     docs.add_argument('--serve', action='store_true', help='serve it on this machine when it is built')
     docs.add_argument('--port', type=int, default=8000, help='port to serve on (8000)')
     bench = verb('bench', _bench, 'Measure ratios against named peers; lists the benchmarks if none is named.')
-    bench.add_argument('name', nargs='?', help='chunking, quantization')
+    bench.add_argument('name', nargs='?', help='one of those listed by hybridlab bench')
     bench.add_argument('--json', action='store_true', help='print one JSON object')
     return top
 

@@ -27,7 +27,7 @@ def test_bench_prints_one_json_object():
     assert all(set(row) == {'case', 'metric', 'unit', 'ours', 'peer', 'peer_name', 'ratio'} for row in parsed['rows'])
 
 
-@pytest.mark.parametrize('args, text', [(('bench', 'chunk'), 'valid here: chunking'), (('run', 'missing.ipynb'), 'missing.ipynb')])
+@pytest.mark.parametrize('args, text', [(('bench', 'chunk'), 'valid here: allreduce, chunking'), (('run', 'missing.ipynb'), 'missing.ipynb')])
 def test_mistakes_end_in_one_line(args, text):
     result = hybridlab(*args)
     assert result.returncode == 2 and text in result.stderr and 'Traceback' not in result.stderr
