@@ -176,6 +176,7 @@ BENCHES = { # name → where its function is; imported when it is run
     'allreduce': 'hybridlab.bench_allreduce:bench_allreduce',
     'chunking': 'hybridlab.bench:bench_chunking',
     'quantization': 'hybridlab.bench:bench_quantization',
+    'schedule': 'hybridlab.bench_schedule:bench_schedule',
 }
 
 

@@ -47,7 +47,8 @@ def _module(name):
 def _lab(args):
     root = _checkout()
     as_root = ('--allow-root',) if hasattr(os, 'geteuid') and os.geteuid() == 0 else () # containers of NPU nodes run as root
-    return _call(*_module('jupyterlab'), *as_root, *args.rest, 'index.ipynb', cwd=root)
+    front = '--LabApp.default_url=/lab/tree/index.ipynb' # so that the printed address leads there too
+    return _call(*_module('jupyterlab'), *as_root, front, *args.rest, cwd=root)
 
 
 def _run(args):

@@ -243,8 +243,8 @@ def _start(job, payload_path):
 
     context = multiprocessing.get_context('forkserver' if job.device_type == 'cpu' else 'spawn')
     if job.device_type == 'cpu':
-        ours = [name for name in sys.modules if name.startswith('hybridlab.') and not name.endswith('__main__')]
-        context.set_forkserver_preload(['torch.distributed', *ours]) # what the notebook uses, imported once for all ranks
+        used = [name for name in sys.modules if name.startswith(('hybridlab.', 'torch.distributed.')) and not name.endswith('__main__')]
+        context.set_forkserver_preload(['torch.distributed', *used]) # what the notebook uses, imported once for all ranks
     processes = [context.Process(target=_rank_main, args=(rank, payload_path), name=f'rank {rank}', daemon=False)
                  for rank in range(job.world_size)]
     autoload = '0' if job.device_type == 'cpu' else '1'
