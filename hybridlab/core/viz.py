@@ -75,12 +75,15 @@ def legend_outside(ax: Axes, # axes with labelled lines
 
 # %% ../../nbs/core/04_viz.ipynb #42ea584e
 def to_png(figure: Figure, # a matplotlib figure, of pyplot or not
-          ) -> bytes: # PNG file
-    "The figure as a PNG file."
-    buffer = io.BytesIO()
+          ) -> bytes: # PNG file, 64 colours: a quarter of the size, and lines look the same
+    "The figure as a PNG file; equal figures give equal bytes."
+    from PIL import Image as Picture
+
+    drawn, small = io.BytesIO(), io.BytesIO()
     with style():
-        figure.savefig(buffer, format='png', metadata={'Software': None}) # no version inside: equal figures, equal bytes
-    return buffer.getvalue()
+        figure.savefig(drawn, format='png')
+    Picture.open(drawn).convert('RGB').quantize(64, dither=Picture.Dither.NONE).save(small, 'png')
+    return small.getvalue()
 
 
 def show(drawn: Axes | Figure, # what a `plot_*` function returned
