@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .bench import Row, faster
-from .comm.collectives import AllReduce, build_groups, close, fit_allreduce
+from .comm.collectives import AllReduce, build_groups, close, fit_allreduce, settled_chunk_bytes
 from .comm.quantization import quantize_gradient, relative_error
 from .comm.shaped import ShapedCluster, place, wire_bytes
 from .core.device import load_torch
@@ -56,7 +56,7 @@ def _calls(groups, tensor, variants):
             made[name] = (dist.all_reduce if options is None else _article_sum), None
             continue
         reducer = AllReduce(groups, error_feedback=False, **options)
-        for _ in range(5 if reducer.chunk_bytes == 'auto' else 1):
+        for _ in range(7 if reducer.chunk_bytes == 'auto' else 1):
             reducer(tensor.clone())
         made[name] = reducer, reducer
     return made
@@ -64,7 +64,7 @@ def _calls(groups, tensor, variants):
 # %% ../nbs/bench_allreduce.ipynb #8164d539
 def _chunk_bytes(reducer, total_bytes):
     "The chunk size a reducer uses for this tensor."
-    size = reducer._engine.probes[total_bytes][-1] if reducer.chunk_bytes == 'auto' else reducer.chunk_bytes
+    size = settled_chunk_bytes(reducer._engine.probes[total_bytes]) if reducer.chunk_bytes == 'auto' else reducer.chunk_bytes
     return min(size, total_bytes)
 
 
@@ -83,14 +83,14 @@ def _once(function, tensor, control):
 
 # %% ../nbs/bench_allreduce.ipynb #20e1abc7
 def _predictions(groups, made, tensor):
-    "name → predicted time, from a 2 MiB probe of each kind of reduction."
+    "name → predicted time, from a 4 MiB probe of each kind of reduction."
     models, predicted = {}, {}
     for name, (_, reducer) in made.items():
         if reducer is None:
             continue
         kind = reducer.mode, reducer.bits
         if kind not in models:
-            models[kind] = fit_allreduce(groups, mode=reducer.mode, bits=reducer.bits, error_feedback=False)
+            models[kind] = fit_allreduce(groups, 4 << 20, (1, 8, 32), mode=reducer.mode, bits=reducer.bits, error_feedback=False)
         predicted[name] = float(models[kind].scaled(tensor.nbytes).seconds(_chunk_bytes(reducer, tensor.nbytes)))
     return predicted
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 # %% auto #0
-__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'StageModel', 'call_seconds', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
+__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
 
 # %% ../../nbs/comm/04_collectives.ipynb #d9772519
 @dataclass(frozen=True)
@@ -436,11 +436,18 @@ def _next_chunk_bytes(engine, tensor):
     seen = engine.probes.setdefault(tensor.nbytes, [])
     if len(seen) < len(sizes):
         return sizes[len(seen)], True
-    if isinstance(seen[-1], int):
-        return seen[-1], False
-    small = len(set(sizes)) < 3 # too small a tensor to cut
-    seen.append(max(512, tensor.nbytes if small else int(chunk_from_probes(seen[1:], tensor.nbytes))))
-    return seen[-1], False
+    if len(set(sizes)) < 3: # too small a tensor to cut
+        return max(512, tensor.nbytes), False
+    if len(seen) < 6:
+        best = int(chunk_from_probes(seen[1:4], tensor.nbytes))
+        return max(512, best if len(seen) == 4 else best // 2), True
+    return settled_chunk_bytes(seen), False
+
+
+def settled_chunk_bytes(probes: Sequence[tuple[int, float]], # (chunk size [B], time [s]) of one tensor size, the first one to warm up
+                       ) -> int: # [B]
+    "The chunk size `auto` settles on: the fastest that was tried."
+    return min(probes[1:], key=lambda probe: probe[1])[0]
 
 
 def _keep_probe(engine, tensor, chunk_bytes, seconds):
