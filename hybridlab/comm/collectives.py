@@ -462,7 +462,7 @@ def _keep_probe(engine, tensor, chunk_bytes, seconds):
 import numpy as np
 
 from .chunking import ChunkModel, fit_chunk_model
-from ..core.viz import COLORS, CYCLE, Live, legend_outside, live, new_axes, style
+from ..core.viz import COLORS, Live, legend_outside, live, new_axes, style
 
 # %% ../../nbs/comm/04c_predict.ipynb #e587b9a4
 def _resource(stage):
