@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict | None] = { # name → options of AllReduce; None and '
     'hierarchical, 512 KiB chunks': {'chunk_bytes': 1 << 19},
     'hierarchical, chunk auto': {},
     'INT8 hierarchical, uncut': {'bits': 8, 'chunk_bytes': 1 << 40},
+    'INT8 hierarchical, 64 KiB chunks': {'bits': 8, 'chunk_bytes': 1 << 16},
     'INT8 hierarchical, 128 KiB chunks': {'bits': 8, 'chunk_bytes': 1 << 17},
     'INT8 hierarchical, 512 KiB chunks': {'bits': 8, 'chunk_bytes': 1 << 19},
     'INT8 hierarchical, 2 MiB chunks': {'bits': 8, 'chunk_bytes': 1 << 21},
@@ -90,8 +91,8 @@ def _predictions(groups, made, tensor):
             continue
         kind = reducer.mode, reducer.bits
         if kind not in models:
-            models[kind] = fit_allreduce(groups, 4 << 20, (1, 8, 32), mode=reducer.mode, bits=reducer.bits, error_feedback=False)
-        predicted[name] = float(models[kind].scaled(tensor.nbytes).seconds(_chunk_bytes(reducer, tensor.nbytes)))
+            models[kind] = fit_allreduce(groups, 4 << 20, rounds=5, mode=reducer.mode, bits=reducer.bits, error_feedback=False)
+        predicted[name] = float(models[kind].seconds(tensor.nbytes, _chunk_bytes(reducer, tensor.nbytes)))
     return predicted
 
 
@@ -120,7 +121,7 @@ def measure_allreduce(cluster: ShapedCluster, # inside its `with` block
                       total_bytes: int, # [B] of FP32 values
                       placement: str = 'packed', # or 'spread': neighbours in rank order sit on different servers
                       variants: Mapping[str, dict | None] | Iterable[str] = VARIANTS, # entries of VARIANTS, or their names
-                      rounds: int = 3, # measured calls of each, in turns
+                      rounds: int = 5, # measured calls of each, in turns
                       predict: bool = True, # also probe and predict
                      ) -> pd.DataFrame: # per variant: seconds, times as fast as stock, sent / n, error, chunk, predicted
     "Every variant on the running cluster, in turns."
@@ -143,7 +144,7 @@ def bench_allreduce(servers: int = 4, # of the shaped cluster
                     ranks_per_server: int = 2, # of the shaped cluster
                     bytes_per_s: float = 6.25e6, # [B/s] of each server's link: 50 Mbit/s
                     sizes: tuple[tuple[int, str], ...] = ((8 << 20, 'packed'), (1 << 20, 'packed'), (4 << 20, 'spread')), # ([B], placement)
-                    rounds: int = 3, # measured calls of each
+                    rounds: int = 5, # measured calls of each
                     note: Callable[[str], object] = print, # told what was not shaped, and the predictions
                    ) -> list[Row]:
     "Times and bytes of every variant against the stock all-reduce, in one run per size and placement."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 # %% auto #0
-__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
+__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'AllReduceModel', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
 
 # %% ../../nbs/comm/04_collectives.ipynb #d9772519
 @dataclass(frozen=True)
@@ -524,20 +524,46 @@ def call_seconds(reducer: AllReduce, # on every rank
     return float(slowest.median())
 
 # %% ../../nbs/comm/04c_predict.ipynb #13557740
+@dataclass(frozen=True)
+class AllReduceModel:
+    "Time of an all-reduce on ranks that were probed, for any tensor and chunk size."
+    link: ChunkModel # while the link is the limit
+    start_s: float # [s] of a call, while the ranks are the limit
+    chunk_s: float # [s] between two chunks, while the ranks are the limit
+
+    def seconds(self,
+                total_bytes: int, # [B] the tensor
+                chunk_bytes: float | np.ndarray, # [B] of the tensor per chunk; larger than the total means uncut
+               ) -> float | np.ndarray: # [s]
+        "Predicted time of a call."
+        chunks = np.ceil(total_bytes / np.minimum(chunk_bytes, total_bytes))
+        return np.maximum(self.link.scaled(total_bytes).seconds(chunk_bytes), self.start_s + self.chunk_s * chunks)
+
+# %% ../../nbs/comm/04c_predict.ipynb #4a0adc43
+def _probe(groups, total_bytes, count, rounds, device, options):
+    "Seconds of one call cut into so many chunks."
+    reducer = AllReduce(groups, chunk_bytes=total_bytes // count, **options)
+    try:
+        return call_seconds(reducer, load_torch().zeros(total_bytes // 4, device=device), rounds)
+    finally:
+        close(reducer)
+
+
 def fit_allreduce(groups: Groups, # from `build_groups`
                   probe_bytes: int = 2 << 20, # [B] of the probe
-                  counts: tuple[int, ...] = (1, 4, 16), # chunks it is cut into, three or more different numbers
+                  counts: tuple[int, ...] = (1, 4, 8), # chunks it is cut into while the link is the limit, three or more different numbers
+                  small_bytes: int = 1 << 16, # [B] a chunk at which the ranks are the limit
                   rounds: int = 3, # measured calls of each
                   device: torch.device | str = 'cpu', # where the tensors live
                   **options, # of `AllReduce`: mode, bits, …
-                 ) -> ChunkModel: # use `.scaled(total_bytes).seconds(chunk_bytes)`
-    "The chunk model of an all-reduce, measured on the running ranks. Call it on every rank."
-    probes = []
-    for count in counts:
-        reducer = AllReduce(groups, chunk_bytes=probe_bytes // count, **options)
-        probes.append((probe_bytes // count, call_seconds(reducer, load_torch().zeros(probe_bytes // 4, device=device), rounds)))
-        close(reducer)
-    return fit_chunk_model(probes, probe_bytes)
+                 ) -> AllReduceModel:
+    "The model of an all-reduce, measured on the running ranks. Call it on every rank."
+    many = probe_bytes // small_bytes
+    few = max(1, many // 4)
+    link = fit_chunk_model([(probe_bytes // count, _probe(groups, probe_bytes, count, rounds, device, options)) for count in counts], probe_bytes)
+    long, short = (_probe(groups, small_bytes * count, count, rounds, device, options) for count in (many, few))
+    chunk_s = max(0.0, (long - short) / max(1, many - few))
+    return AllReduceModel(link, max(0.0, short - chunk_s * few), chunk_s)
 
 # %% ../../nbs/comm/04c_predict.ipynb #cf8db2e5
 def link_stages(servers: int, # N, 1 or more
