@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridlab.comm.collectives import (
-    MODES, AllReduce, CollectiveMismatch, CollectiveTimeout, build_groups, call_seconds, close, ddp_hook, last_timeline, link_stages, ring_seconds)
+    MODES, AllReduce, CollectiveMismatch, CollectiveTimeout, build_groups, by_server, call_seconds, close, ddp_hook, last_timeline, link_stages, ring_seconds)
 from hybridlab.comm.quantization import relative_error
 from hybridlab.comm.shaped import ShapedCluster, can_shape, wire_bytes
 from hybridlab.core.launch import RankError, run
@@ -196,6 +196,27 @@ def test_wrong_servers_are_refused(servers, message):
             build_groups([(0, 1, 2)], depth=5)
 
     run(body, world_size=3, backend='gloo')
+
+
+def test_parts_reduce_on_their_own_and_name_their_own_ranks():
+    def body():
+        groups = build_groups(parts=by_server([[0, 2], [1, 3]], cards_per_server=2), timeout_s=10)
+        reducer = AllReduce(groups, bits=8, chunk_bytes=4096)
+        x = reducer(torch.full((3000,), 1.0 + dist.get_rank()), op='avg')
+        close(reducer)
+        failing = AllReduce(groups)
+        try:
+            failing(torch.ones(8 if dist.get_rank() == 3 else 9))
+            return groups.servers, x.unique().tolist(), ''
+        except CollectiveMismatch as error:
+            return groups.servers, x.unique().tolist(), str(error)
+        finally:
+            close(failing)
+
+    by_rank = run(body, world_size=4, backend='gloo')
+    for rank, (servers, values, message) in enumerate(by_rank):
+        assert servers == ((rank % 2,), (rank % 2 + 2,)) and values == [2.0 + rank % 2]
+        assert 'rank 1' in message and 'rank 0' not in message if rank % 2 else message == ''
 
 
 def train_digits(servers, bits, images, labels, sizes, bucket_mb, steps=60):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 # %% auto #0
-__all__ = ['MODES', 'Groups', 'build_groups', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'AllReduceModel', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
+__all__ = ['MODES', 'Groups', 'build_groups', 'by_server', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'AllReduceModel', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
 
 # %% ../../nbs/comm/04_collectives.ipynb #d9772519
 @dataclass(frozen=True)
@@ -54,22 +54,43 @@ def _groups_of(kind, parts, slots, timeout_s):
 def build_groups(servers: Sequence[Sequence[int]] | None = None, # ranks of each server; None asks every rank for its host
                  depth: int = 2, # slots of the chunk pipeline, 1 to 4
                  timeout_s: float = 60.0, # [s] longest wait of any operation
-                ) -> Groups:
-    "Groups inside servers, between servers and over all ranks. Call it on every rank with the same arguments."
+                 parts: Sequence[Sequence[Sequence[int]]] | None = None, # servers of each reduction of its own, e.g. from `by_server`; None: one over all ranks
+                ) -> Groups: # of the part that this rank is in
+    "Groups inside servers, between servers and over all ranks of a part. Call it on every rank with the same arguments."
     import torch.distributed as dist
 
-    servers = _servers_by_host() if servers is None else tuple(tuple(ranks) for ranks in servers)
-    if sorted(rank for ranks in servers for rank in ranks) != list(range(dist.get_world_size())):
-        raise ValueError(f'servers={servers} must hold each rank from 0 to {dist.get_world_size() - 1} once')
-    if len({len(ranks) for ranks in servers}) > 1:
-        raise ValueError(f'servers of {", ".join(str(len(ranks)) for ranks in servers)} ranks; all need the same number. Use one server for all ranks')
+    parts = [_servers_by_host() if servers is None else servers] if parts is None else parts
+    parts = [tuple(tuple(ranks) for ranks in part) for part in parts]
+    _check_parts(parts, dist.get_world_size(), depth)
+    of_all = lambda cut: [ranks for part in parts for ranks in cut(part)]
+    everyone = lambda part: [[rank for ranks in part for rank in ranks]]
+    mine = next(part for part, ranks in zip(parts, of_all(everyone)) if dist.get_rank() in ranks)
+    make = lambda kind, cut, slots=depth: _groups_of(kind, of_all(cut), slots, timeout_s)
+    return Groups(mine, dist.get_rank(), make('intra', tuple), make('inter', lambda part: zip(*part)), make('world', everyone),
+                  make('control', everyone, 1)[0], timeout_s)
+
+# %% ../../nbs/comm/04_collectives.ipynb #d6908e6c
+def _check_parts(parts, world, depth):
+    if sorted(rank for part in parts for ranks in part for rank in ranks) != list(range(world)):
+        raise ValueError(f'servers={parts[0] if len(parts) == 1 else parts} must hold each rank from 0 to {world - 1} once')
+    for part in parts:
+        if len({len(ranks) for ranks in part}) > 1:
+            raise ValueError(f'servers of {", ".join(str(len(ranks)) for ranks in part)} ranks; all need the same number. Use one server for all ranks')
     if not 1 <= depth <= 4:
         raise ValueError(f'depth={depth}; give 1 to 4')
-    seats = list(zip(*servers))
-    everyone = [[rank for ranks in servers for rank in ranks]]
-    return Groups(servers, dist.get_rank(), _groups_of('intra', servers, depth, timeout_s), _groups_of('inter', seats, depth, timeout_s),
-                  _groups_of('world', everyone, depth, timeout_s), _groups_of('control', everyone, 1, timeout_s)[0], timeout_s)
 
+
+def by_server(groups: Iterable[Iterable[int]], # ranks that reduce together, e.g. `Layout.groups('dp')`
+              cards_per_server: int, # ranks 0 to this number - 1 are the first server
+             ) -> list[list[tuple[int, ...]]]: # servers of each group
+    "Every group cut where a server ends: the `parts` of `build_groups`, for instance one per pipeline stage and tensor-parallel rank."
+    parts = []
+    for ranks in groups:
+        servers = defaultdict(list)
+        for rank in ranks:
+            servers[rank // cards_per_server].append(rank)
+        parts.append([tuple(servers[server]) for server in sorted(servers)])
+    return parts
 
 # %% ../../nbs/comm/04_collectives.ipynb #f5d14c2e
 def _servers_by_host():
