@@ -4,7 +4,7 @@ from hypothesis import given, settings, strategies as st
 
 from hybridlab.spec.cluster import load_cluster
 from hybridlab.spec.layout import (
-    Layout, TrainSpec, check, check_batch, check_effective, check_grid, context_chunks, even_out, pad_vocab, placement, sequence_multiple, stage_layers,
+    SCHEDULE_NAMES, Layout, TrainSpec, check, check_batch, check_effective, check_grid, context_chunks, even_out, pad_vocab, placement, sequence_multiple, stage_layers,
     traffic_seconds, valid_values)
 from hybridlab.spec.model import ModelSpec, load_model
 
@@ -173,3 +173,20 @@ def test_check_never_fails(tp, pp, cp, ep, etp, world, seq, batch, name):
         assert finding.message and finding.fix
     if not check_grid(layout):
         assert all(seconds > 0 for _, seconds in traffic_seconds(load_model(name), load_cluster('atlas-800-910a'), layout, TrainSpec(seq, batch)).values())
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------------
+
+def test_schedule_names_are_those_of_the_pipeline():  # spec may not import pipeline, so it keeps its own list
+    from hybridlab.pipeline.bubble import SCHEDULES
+    from hybridlab.pipeline.schedule import KINDS
+
+    assert set(SCHEDULE_NAMES) == set(KINDS) == set(SCHEDULES) and len(SCHEDULE_NAMES) == len(KINDS)
+
+
+@pytest.mark.parametrize('field, value', [
+    ('zero', 4), ('zero', True), ('schedule', '1F1B'), ('imbalance', 0.9), ('imbalance', float('nan')), ('capacity_factor', 0), ('gradient_bits', 16), ('weights_dtype', 'fp8'),
+    ('moments_dtype', 'fp61'), ('gradient_dtype', None), ('recompute_layers', 0), ('vocab_multiple', 1.5), ('recompute', 'block')])
+def test_a_wrong_setting_is_named(field, value):
+    with pytest.raises(ValueError, match=f'TrainSpec: 1 error[^s](.|\n)*{field}='):
+        TrainSpec(4096, 64, **{field: value})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # %% auto #0
-__all__ = ['AXES', 'GRIDS', 'ORDERS', 'Layout', 'divisors', 'check_grid', 'group_array', 'device_mesh', 'placement', 'plot_layout', 'explore_layout', 'RECOMPUTE', 'DTYPE_BYTES', 'RULES', 'GROUP_OF', 'TrainSpec', 'even_out', 'stage_layers', 'VocabPadding', 'pad_vocab', 'sequence_multiple', 'context_chunks', 'valid_values', 'traffic_bytes', 'traffic_seconds', 'best_order', 'check', 'check_batch', 'check_effective', 'plot_traffic', 'explore_check']
+__all__ = ['AXES', 'GRIDS', 'ORDERS', 'Layout', 'divisors', 'check_grid', 'group_array', 'device_mesh', 'placement', 'plot_layout', 'explore_layout', 'RECOMPUTE', 'DTYPE_BYTES', 'GRADIENT_BYTES', 'SCHEDULE_NAMES', 'ZERO', 'RULES', 'GROUP_OF', 'TrainSpec', 'even_out', 'stage_layers', 'VocabPadding', 'pad_vocab', 'sequence_multiple', 'context_chunks', 'valid_values', 'traffic_bytes', 'traffic_seconds', 'best_order', 'check', 'check_batch', 'check_effective', 'plot_traffic', 'explore_check']
 
 # %% ../../nbs/spec/02_layout.ipynb #42b1617f
 AXES = ('tp', 'cp', 'ep', 'dp', 'pp') # axes of an order
@@ -286,25 +286,59 @@ def explore_layout() -> Live:
 # %% ../../nbs/spec/02a_check.ipynb #4ae7f377
 RECOMPUTE = ('none', 'selective', 'full')
 DTYPE_BYTES = {'fp32': 4, 'fp16': 2, 'bf16': 2, 'int8': 1} # data type: bytes
+GRADIENT_BYTES = {'fp32': 4, 'fp16': 2, 'bf16': 2, 'bf16+fp32': 6} # how gradients wait for the optimizer: bytes each
+SCHEDULE_NAMES = ('gpipe', '1f1b', 'interleaved', 'looped-bfs', 'zb-h1', 'zb-h2', 'zb-1p', 'zb-2p', 'zb-v', 'v-half', 'v-min', 'dualpipe', 'dualpipe-v')
+ZERO = {0: 'nothing', 1: 'optimizer states', 2: 'and gradients', 3: 'and weights'} # what is cut over the replicas
 
+# %% ../../nbs/spec/02a_check.ipynb #fa6f3bec
+def _check_train(train):
+    "Values that no step can have."
+    wanted = {'recompute': RECOMPUTE, 'dtype': DTYPE_BYTES, 'zero': ZERO, 'schedule': SCHEDULE_NAMES, 'gradient_dtype': GRADIENT_BYTES,
+              'gradient_bits': (None, 8, 4), 'weights_dtype': (None, *DTYPE_BYTES), 'moments_dtype': DTYPE_BYTES}
+    for name, choices in wanted.items():
+        value = getattr(train, name)
+        if value not in choices or isinstance(value, bool):
+            yield Finding('error', 'train.value', f'{name}={value!r} is not accepted.', did_you_mean(str(value), map(str, choices)))
+    for name in ('seq', 'global_batch', 'micro_batch', 'vocab_multiple', 'recompute_layers'):
+        value, optional = getattr(train, name), name == 'recompute_layers'
+        if not (optional and value is None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield Finding('error', 'train.value', f'{name}={value!r} is not accepted.', 'Give an integer of at least 1.')
+    for name, least in (('imbalance', 1), ('capacity_factor', 0)):
+        value = getattr(train, name)
+        left_out = name == 'capacity_factor' and value is None
+        if not left_out and not (isinstance(value, int | float) and least <= value < 1e6 and value):
+            yield Finding('error', 'train.value', f'{name}={value!r} is not accepted.', f'Give a number of at least {least}{"" if least else ", not 0"}.')
 
+# %% ../../nbs/spec/02a_check.ipynb #7c53e278
 @dataclass(frozen=True)
-class TrainSpec:
-    "What one training step works on."
+class _Step:
     seq: int # [tokens] of a sequence
     global_batch: int # sequences of a step, all replicas together
     micro_batch: int = 1 # sequences of one pass through a stage
-    dtype: str = 'bf16' # of weights, activations and gradients on the wire
+    dtype: str = 'bf16' # of activations and matrix products; of weights unless `weights_dtype` says otherwise
     recompute: str = 'none' # activations computed again in the backward pass: 'none', 'selective' (attention) or 'full'
-    distributed_optimizer: bool = True # optimizer states are cut over the data parallel group (ZeRO 1)
+    zero: int = 1 # cut over the replicas: 0 nothing, 1 optimizer states (distributed optimizer), 2 gradients too, 3 weights too (FSDP)
     capacity_factor: float | None = None # room of an expert over its fair share; None: no token is dropped
 
+# %% ../../nbs/spec/02a_check.ipynb #4eddbf34
+@dataclass(frozen=True)
+class TrainSpec(_Step):
+    "What one training step works on, and how."
+    schedule: str = '1f1b' # order of the pipeline, one of `SCHEDULE_NAMES`; 1f1b with vpp > 1 is interleaved
+    flash_attention: bool = True # False: the scores of the attention are stored
+    dropout: bool = False # masks are stored
+    gradient_dtype: str = 'fp32' # of the gradients that the optimizer reads, a key of `GRADIENT_BYTES`
+    gradient_bits: int | None = None # of gradients on the wire: 8 or 4 with error feedback; None: as they are
+    imbalance: float = 1.0 # tokens of the fullest expert rank over the mean, 1 or more
+    weights_dtype: str | None = None # of the weights at rest; None: `dtype`. 'fp32' is autocast or FSDP: no master copy
+    master_weights: bool = True # an fp32 copy of 16-bit weights in the optimizer
+    moments_dtype: str = 'fp32' # of the two Adam moments
+    recompute_layers: int | None = None # 'full': only so many layers of each chunk; None: all
+    fused_kernels: bool = True # SwiGLU and attention layout in one kernel each; False: they store their inner steps
+    vocab_multiple: int = 128 # rows of a vocabulary shard are a multiple of this
+
     def __post_init__(self):
-        wrong = [Finding('error', 'train.value', f'{name}={getattr(self, name)!r} is not accepted.', 'Give an integer of at least 1.')
-                 for name in ('seq', 'global_batch', 'micro_batch') if not isinstance(getattr(self, name), int) or getattr(self, name) < 1]
-        wrong += [Finding('error', 'train.value', f'{name}={getattr(self, name)!r} is not accepted.', did_you_mean(str(getattr(self, name)), choices))
-                  for name, choices in (('dtype', DTYPE_BYTES), ('recompute', RECOMPUTE)) if getattr(self, name) not in choices]
-        raise_errors(wrong, 'TrainSpec')
+        raise_errors(_check_train(self), 'TrainSpec')
 
     def microbatches(self,
                      dp: int, # replicas
@@ -465,9 +499,9 @@ def _near(value, unit):
 
 
 def _check_vocab(model, cluster, layout, train):
-    padding = pad_vocab(model.vocab, layout.tp)
+    padding = pad_vocab(model.vocab, layout.tp, train.vocab_multiple)
     if padding.extra:
-        yield Finding('info', 'layout.vocab', f'{model.vocab} words are padded to {padding.padded} rows (128 x tp): {padding.extra} empty, {padding.shard} on a rank; '
+        yield Finding('info', 'layout.vocab', f'{model.vocab} words are padded to {padding.padded} rows ({train.vocab_multiple} x tp): {padding.extra} empty, {padding.shard} on a rank; '
                       f'the smallest legal padding is {padding.least}.', 'A checkpoint written with another tp has other rows; convert it.')
 
 
