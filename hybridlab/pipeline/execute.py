@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,12 +110,13 @@ class RankStep:
     actions: tuple[Action, ...] # in the order in which they ran
 
 
-def _parts(schedule, stages, rank, group, log, pace):
+def _parts(schedule, stages, rank, group, log, pace, examples):
     "Logged torch stages of this rank, by number; pace is (f, b, w) [s], each one number or one per stage."
     f, b, w = (np.broadcast_to(np.asarray(seconds, float), schedule.stages) for seconds in pace)
     own = [number for number, place in enumerate(schedule.placement) if place == rank]
     device = next(stages[own[0]].parameters()).device
-    make = lambda number: PipelineStage(stages[number], number, schedule.stages, device, group=group)
+    example = lambda number: examples[number] if examples else (None, None)
+    make = lambda number: PipelineStage(stages[number], number, schedule.stages, device, *example(number), group=group)
     return {number: _logged(make(number), log, (f[number], b[number] + w[number], w[number], b[number])) for number in own}
 
 # %% ../../nbs/pipeline/03_execute.ipynb #0dcf0c70
@@ -128,11 +129,11 @@ class Pipeline:
                  loss_fn: Callable, # loss_fn(output, target) -> mean loss of a micro-batch
                  pace: Sequence = (0.0, 0.0, 0.0), # [s] shortest f, b, w, each one number or one per stage
                  group: dist.ProcessGroup | None = None, # the ranks of this pipeline; None is all
+                 examples: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None, # by stage: input and output of a micro-batch, for their shapes; None runs each stage once on memory that is not set
                 ):
         self.schedule, self.group, self.log = schedule, group, []
-        parts = _parts(schedule, stages, _checked_rank(schedule, len(stages), group), group, self.log, pace)
-        self.first, self.last = 0 in parts, schedule.stages - 1 in parts
-        self.runtime = _load(schedule, list(parts.values()), _timed_loss(loss_fn, self.log))
+        parts = _parts(schedule, stages, _checked_rank(schedule, len(stages), group), group, self.log, pace, examples)
+        self.first, self.last, self.runtime = 0 in parts, schedule.stages - 1 in parts, _load(schedule, list(parts.values()), _timed_loss(loss_fn, self.log))
 
     def step(self,
              inputs: torch.Tensor, # whole batch; used by the rank with the first stage
@@ -151,7 +152,7 @@ def run_schedule(schedule: Schedule, # one copy of the model
                  stages: Sequence[torch.nn.Module], # of all ranks, in order
                  batch: tuple[torch.Tensor, torch.Tensor], # inputs and targets, whole
                  loss_fn: Callable, # loss_fn(output, target) -> mean loss of a micro-batch
-                 **options, # `pace` and `group` of `Pipeline`
+                 **options, # `pace`, `group` and `examples` of `Pipeline`
                 ) -> RankStep:
     "One step of a schedule on this rank, inside an initialised process group; gradients are left in the modules."
     return Pipeline(schedule, stages, loss_fn, **options).step(*batch)
