@@ -175,6 +175,10 @@ def bench_chunking(total_bytes: int = 32 << 20, # [B] tensor that is cut and red
 BENCHES = { # name → where its function is; imported when it is run
     'allreduce': 'hybridlab.bench_allreduce:bench_allreduce',
     'chunking': 'hybridlab.bench:bench_chunking',
+    'moe': 'hybridlab.bench_moe:bench_moe',
+    'network': 'hybridlab.bench_network:bench_network',
+    'paths': 'hybridlab.bench_paths:bench_paths',
+    'plan': 'hybridlab.bench_plan:bench_plan',
     'quantization': 'hybridlab.bench:bench_quantization',
     'schedule': 'hybridlab.bench_schedule:bench_schedule',
 }

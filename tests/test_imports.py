@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ['core', 'spec', 'comm', 'pipeline', 'moe', 'plan', 'doctor', 'bench', 'bench_allreduce', 'bench_schedule', 'pages', 'site', 'cli', '__main__']
-TORCH_FREE = ['core.*', 'spec.*', 'comm.chunking', 'pipeline.bubble', 'pipeline.schedule', 'pipeline.balance', 'moe.*', 'plan.*', 'doctor.*', 'cli']
+ORDER = ['core', 'spec', 'comm', 'pipeline', 'moe', 'plan', 'doctor', 'bench', 'bench_allreduce', 'bench_moe', 'bench_network', 'bench_paths', 'bench_plan', 'bench_schedule', 'sliders', 'pages', 'site', 'cli', '__main__']
+TORCH_FREE = ['core.*', 'spec.*', 'comm.chunking', 'pipeline.bubble', 'pipeline.schedule', 'pipeline.balance', 'moe.routing', 'moe.dispatch', 'plan.*', 'doctor.*', 'cli']
 DEV_ONLY = ['nbdev', 'fastcore', 'execnb', 'ghapi']  # in the dev extra: nothing that is installed may need them to import
 DEVICE_MODULE = 'core.device'
 
