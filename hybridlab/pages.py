@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['WIDGET', 'need_dev', 'read_settings', 'directives', 'page_address', 'public_names', 'api_entry', 'link_names',
-           'link_files', 'stage_page', 'finish_page', 'loads', 'read_page']
+           'link_files', 'explorer', 'stage_page', 'finish_page', 'loads', 'read_page']
 
 # %% ../nbs/pages.ipynb #5e06f15d
 def need_dev(*modules: str, # import names
@@ -201,13 +201,23 @@ _DONE_HERE = {'FrontmatterProc', 'insert_warning', 'add_show_docs', 'exec_show_d
               'mv_exports'} # steps of nbdev that this notebook replaces
 
 
-def _hint_at_sliders(cell):
-    "Puts a line below a live picture, or in the place of a widget without one."
+def explorer(cell: Mapping, # notebook cell
+            ) -> str: # 'explore_bubble' for the cell `explore_bubble()`; '' for any other
+    "The widget that a cell shows, when it needs nothing from the notebook."
+    call = re.fullmatch(r'(?:#\|.*\n)*\s*(explore_\w+)\(\)\s*', ''.join(cell['source'])) if cell['cell_type'] == 'code' else None
+    return call[1] if call else ''
+
+
+def _show_sliders(cell, sliders):
+    "Puts the element in the place of a widget's picture; where there is none, a line below the picture."
     outputs = cell.get('outputs', [])
     if any(output.get('metadata', {}).get('live') or WIDGET in output.get('data', {}) for output in outputs):
-        hint = {'text/markdown': '*Open this notebook in JupyterLab to move the sliders.*'}
-        cell['outputs'] = [output for output in outputs if WIDGET not in output.get('data', {}) or 'image/png' in output['data']]
-        cell['outputs'].append({'output_type': 'display_data', 'metadata': {}, 'data': hint})
+        element = sliders.get(explorer(cell))
+        more = {'text/html': element} if element else {'text/markdown': '*Open this notebook in JupyterLab to move the sliders.*'}
+        is_picture = lambda output: 'image/png' in output.get('data', {})
+        cell['outputs'] = [output for output in outputs if WIDGET not in output.get('data', {}) or is_picture(output)]
+        cell['outputs'] = [output for output in cell['outputs'] if not (element and is_picture(output))]
+        cell['outputs'].append({'output_type': 'display_data', 'metadata': {}, 'data': more})
     return cell
 
 # %% ../nbs/pages.ipynb #0ca36051
@@ -215,6 +225,7 @@ def stage_page(path: Path, # notebook
                target: Path, # file to write
                root: Path, # top folder of the checkout
                names: Mapping[str, str], # name → address, for links
+               sliders: Mapping[str, str] = MappingProxyType({}), # `explore_…` → its element
               ) -> None: # writes the target
     "Writes a notebook as smalldocs should render it."
     from execnb.nbio import dict2nb, write_nb
@@ -228,7 +239,7 @@ def stage_page(path: Path, # notebook
     public, body = public_names(cells), [_cell(rest.strip())]
     for cell in cells:
         body += _reference(cell['source'], public, headings) if 'export' in directives(cell) else [cell]
-    for cell in map(_hint_at_sliders, body):
+    for cell in (_show_sliders(cell, sliders) for cell in body):
         if cell['cell_type'] == 'markdown':
             cell['source'] = link_files(link_names(cell['source'], names), path.resolve().parent, root)
     nb['cells'] = [_cell(f'---\ntitle: {json.dumps(title)}\ndescription: {json.dumps(subtitle or "")}\n---', 'raw'), *body]

@@ -18,11 +18,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from .core.findings import Finding, raise_errors
-from .pages import WIDGET, directives, finish_page, loads, need_dev, page_address, public_names, read_page, read_settings, stage_page
+from .pages import WIDGET, directives, explorer, finish_page, loads, need_dev, page_address, public_names, read_page, read_settings, stage_page
+from .sliders import build_sliders
 
 # %% auto #0
-__all__ = ['find_checkout', 'repair_index_link', 'list_notebooks', 'run_notebooks', 'export_readme', 'write_sidebar',
-           'build_docs', 'check_site', 'serve']
+__all__ = ['MOST_BYTES', 'find_checkout', 'repair_index_link', 'list_notebooks', 'run_notebooks', 'export_readme',
+           'write_sidebar', 'build_docs', 'check_site', 'serve']
 
 # %% ../nbs/site.ipynb #e41853b6
 def find_checkout(start: Path | str | None = None, # folder to look from; the current one by default
@@ -204,6 +205,15 @@ def _names(public, page):
                 names.setdefault(short, at)
     return names
 
+# %% ../nbs/site.ipynb #8b2cccc6
+def _sliders(root, public):
+    "Name of every widget that a cell shows by itself → its element for the site."
+    cells = [cell for path in list_notebooks(root) for cell in json.loads(path.read_text('utf-8'))['cells']]
+    shown = {name for cell in cells if (name := explorer(cell))}
+    at = {name: module.__name__ for found in public.values() for name, (module, _) in found.items() if name in shown}
+    made = build_sliders([(module, name) for name, module in at.items()], root)
+    return {name: element for (_, name), element in made.items()}
+
 # %% ../nbs/site.ipynb #f1680f14
 def _stage_settings(root, stage):
     "Writes what smalldocs reads beside the pages: Quarto's file, the style, the sidebar, and facts of settings.ini."
@@ -236,10 +246,11 @@ def build_docs(root: Path | str, # top folder of the checkout
     if repaired := repair_index_link(root):
         print(repaired)
     public = _public(root)
+    sliders = _sliders(root, public)
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder).resolve()
         for path, page in track(list(zip(list_notebooks(root), public)), 'Reading notebooks'):
-            stage_page(path, (stage / page).with_suffix('.ipynb'), root, _names(public, page))
+            stage_page(path, (stage / page).with_suffix('.ipynb'), root, _names(public, page), sliders)
         _stage_settings(root, stage)
         rendered = build(stage, quiet=True).out
         for page in track(sorted(rendered.rglob('*.html')), 'Writing pages    '):
@@ -250,6 +261,9 @@ def build_docs(root: Path | str, # top folder of the checkout
     return out
 
 # %% ../nbs/site.ipynb #63cc53a3
+MOST_BYTES = 1_500_000 # [B] of a page with everything in it
+
+
 def _dead(address, page, readers, out):
     "Why an address on a page leads nowhere; an empty string when it leads somewhere, or off the site."
     parts = urlsplit(address)
@@ -271,12 +285,14 @@ def _check_page(page, readers, out):
     for address in dict.fromkeys(reader.loads):
         if re.match('https?:|//', address):
             yield 'site.load', f'{address} is loaded from the network'
+    if page.stat().st_size > MOST_BYTES:
+        yield 'site.size', f'{page.stat().st_size / 1e6:.1f} MB exceed {MOST_BYTES / 1e6} MB'
     for formula in re.findall(r'\$\$|\\[(\[]|\$(?=\S)[^$\n]*\S\$(?!\d)', ' '.join(reader.prose)):
         yield 'site.formula', f'{formula} is not drawn'
 
 # %% ../nbs/site.ipynb #b011aa08
 _FIXES = {'site.page': 'Build the site again.', 'site.link': 'Correct the link, or the heading it names.',
-          'site.load': 'Keep a copy in the repository.', 'site.name': 'Export it from a cell without #| hide.',
+          'site.size': 'Fewer or smaller pictures behind its sliders.', 'site.load': 'Keep a copy in the repository.', 'site.name': 'Export it from a cell without #| hide.',
           'site.formula': 'Write it in a Markdown cell, with no space inside the dollars.'}
 
 
