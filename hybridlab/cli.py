@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -150,7 +151,7 @@ def _plan(args):
         from hybridlab.plan.export import export_plan
 
         best = plans.best
-        for found in export_plan(plans.model, plans.cluster, best.layout, best.train, args.export):
+        for found in export_plan(plans.model, plans.cluster, best.layout, best.train, args.export, overwrite=args.overwrite):
             print(*found, sep='\n', file=sys.stderr)
     if args.json:
         print(json.dumps(plans_json(plans, args.top)))
@@ -163,14 +164,41 @@ def _plan(args):
         print(*why_not(plans, Layout(args.world, **axes)), sep='\n')
     return 0
 
+# %% ../nbs/cli.ipynb #54d7742e
+def _doctor(args):
+    from hybridlab.doctor.diagnose import diagnose
+
+    findings = diagnose(*args.paths)
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        _print_findings(findings)
+    return int(any(finding.severity == 'error' for finding in findings))
+
+
+def _print_findings(findings):
+    "A table in the terminal, the worst first."
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, colors = Console(), {'error': 'bold red', 'warning': 'yellow', 'info': 'dim'}
+    table = Table('', 'where', 'what', 'fix', title=f'{len(findings)} findings', title_justify='left', show_lines=True)
+    for finding in findings: # as Text: what stands in a stranger's file is no markup
+        table.add_row(Text(finding.severity, colors[finding.severity]), *map(Text, (finding.where, f'{finding.message} [{finding.code}]', finding.fix)))
+    console.width = console.width if console.is_terminal else 160
+    console.print(table if findings else 'No findings.')
+
 # %% ../nbs/cli.ipynb #5a50abad
 def _validate(args):
     from hybridlab.plan.validate import summary, validate, validate_json
 
+    table = validate(args.sets or None)
     if args.json:
-        print(json.dumps(validate_json()))
+        found = validate_json()['sets']
+        print(json.dumps({'sets': [row for row in found if row['name'] in set(table['set'])]}))
         return 0
-    print(summary(validate(args.sets or None)).to_string())
+    print(summary(table).round(2).to_string())
     return 0
 
 # %% ../nbs/cli.ipynb #cd8260e4
@@ -185,9 +213,19 @@ def _plan_verb(verb):
     plan.add_argument('--limit', action='append', default=[], metavar='AXIS=V,V', help='values that an axis may have, e.g. tp=4,8 or schedule=1f1b; repeatable')
     plan.add_argument('--why-not', metavar='"tp=8 pp=4"', help='explain why this layout is not the best')
     plan.add_argument('--export', type=Path, metavar='DIR', help='write the launch files of the best plan')
+    plan.add_argument('--overwrite', action='store_true', help='let --export replace files that hold something else')
     plan.add_argument('--json', action='store_true', help='print one JSON object')
 
 # %% ../nbs/cli.ipynb #f5894aca
+def _check_verbs(verb):
+    check = verb('validate', _validate, 'Compare predicted with published step times, set by set, fitted and held rows apart.')
+    check.add_argument('sets', nargs='*', help='names of data sets; all if none')
+    check.add_argument('--json', action='store_true', help='print one JSON object')
+    doctor = verb('doctor', _doctor, 'Say what is wrong in configuration files, rank tables, environments, logs, traces; exit code 1 on errors.')
+    doctor.add_argument('paths', nargs='+', type=Path, help='files and folders')
+    doctor.add_argument('--json', action='store_true', help='print one JSON list')
+
+# %% ../nbs/cli.ipynb #5a7e390e
 def parser() -> argparse.ArgumentParser:
     "The command's arguments; later modules add their verbs here."
     top = argparse.ArgumentParser('hybridlab', description='A lab bench in Jupyter for hybrid-parallel training of large models.')
@@ -206,9 +244,7 @@ def parser() -> argparse.ArgumentParser:
     docs.add_argument('--serve', action='store_true', help='serve it on this machine when it is built')
     docs.add_argument('--port', type=int, default=8000, help='port to serve on (8000)')
     _plan_verb(verb)
-    check = verb('validate', _validate, 'Compare predicted with published step times, set by set, fitted and held rows apart.')
-    check.add_argument('sets', nargs='*', help='names of data sets; all if none')
-    check.add_argument('--json', action='store_true', help='print one JSON object')
+    _check_verbs(verb)
     bench = verb('bench', _bench, 'Measure ratios against named peers; lists the benchmarks if none is named.')
     bench.add_argument('name', nargs='?', help='one of those listed by hybridlab bench')
     bench.add_argument('--json', action='store_true', help='print one JSON object')
@@ -231,5 +267,8 @@ def main(argv: Sequence[str] | None = None, # arguments; None takes those of the
     except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f'hybridlab {args.verb}: {error}', file=sys.stderr)
         return 2
+    except BrokenPipeError: # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
