@@ -207,12 +207,14 @@ def _names(public, page):
 
 # %% ../nbs/site.ipynb #8b2cccc6
 def _sliders(root, public):
-    "Name of every widget that a cell shows by itself → its element for the site."
-    cells = [cell for path in list_notebooks(root) for cell in json.loads(path.read_text('utf-8'))['cells']]
-    shown = {name for cell in cells if (name := explorer(cell))}
-    at = {name: module.__name__ for found in public.values() for name, (module, _) in found.items() if name in shown}
-    made = build_sliders([(module, name) for name, module in at.items()], root)
-    return {name: element for (_, name), element in made.items()}
+    "Page address → name of every widget that a cell of it shows by itself → its element."
+    anywhere = {name: where for found in public.values() for name, where in found.items()}
+    at = {}
+    for path, (page, own) in zip(list_notebooks(root), public.items()):
+        shown = {name for cell in json.loads(path.read_text('utf-8'))['cells'] if (name := explorer(cell))}
+        at[page] = {name: (own.get(name, anywhere[name])[0].__name__, name) for name in shown} # two modules may have a widget of one name
+    made = build_sliders(dict.fromkeys(place for found in at.values() for place in found.values()), root)
+    return {page: {name: made[place] for name, place in found.items()} for page, found in at.items()}
 
 # %% ../nbs/site.ipynb #f1680f14
 def _stage_settings(root, stage):
@@ -250,7 +252,7 @@ def build_docs(root: Path | str, # top folder of the checkout
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder).resolve()
         for path, page in track(list(zip(list_notebooks(root), public)), 'Reading notebooks'):
-            stage_page(path, (stage / page).with_suffix('.ipynb'), root, _names(public, page), sliders)
+            stage_page(path, (stage / page).with_suffix('.ipynb'), root, _names(public, page), sliders[page])
         _stage_settings(root, stage)
         rendered = build(stage, quiet=True).out
         for page in track(sorted(rendered.rglob('*.html')), 'Writing pages    '):

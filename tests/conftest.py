@@ -1,4 +1,4 @@
-"""A clean copy of the checkout for tests that build, export or rewrite: no test writes into the checkout itself."""
+"""What several test files share: a clean copy of the checkout, the documentation site, a Chromium. No test writes into the checkout itself."""
 import shutil
 import subprocess
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
+         '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
 
 
 def checkout_files():
@@ -32,3 +35,24 @@ def copy_checkout():
 def repo_copy(copy_checkout, tmp_path):
     "Copy of the checkout for one test to change as it likes."
     return copy_checkout(tmp_path / 'repo')
+
+
+@pytest.fixture(scope='session')
+def docs(tmp_path_factory):
+    "Folder of the documentation site, built once for all files."
+    from hybridlab.site import build_docs
+
+    return build_docs(ROOT, tmp_path_factory.mktemp('docs') / 'site')
+
+
+@pytest.fixture(scope='module') # playwright allows one at a time, and its event loop would stop those of other files
+def browser():
+    "A Chromium without a proxy or calls home."
+    if CHROMIUM is None:
+        pytest.skip('needs chromium on the PATH')
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()

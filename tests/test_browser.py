@@ -1,25 +1,45 @@
-"""Notebooks in JupyterLab, driven through a real Chromium: run all cells, see no error, move a slider, see the picture change."""
+"""JupyterLab driven through a real Chromium: whole notebooks run without an error, and every widget of the library answers to its first control."""
 import json
 import os
-import shutil
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
+import nbformat
 import pytest
 
-from hybridlab.site import repair_index_link
+from conftest import CHROMIUM, ROOT
+from hybridlab.pages import directives, explorer
+from hybridlab.site import list_notebooks, repair_index_link
 
-CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
-         '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
 COLD_START_MS = 180_000 # a first start on a busy machine with two cores
 TOKEN = 'hybridlab-browser-test'
 pytestmark = pytest.mark.browser
+
+
+def list_widgets():
+    "(module, name) of every `explore_…()` that a notebook shows by itself, in reading order."
+    defined, shown = {}, []
+    for path in list_notebooks(ROOT):
+        own, default = {}, ''
+        for cell in json.loads(path.read_text('utf-8'))['cells']:
+            words, name = directives(cell), explorer(cell)
+            default = words.get('default_exp', default)
+            if 'export' in words:
+                own |= dict.fromkeys(re.findall(r'(?m)^def (explore_\w+)', ''.join(cell['source'])), f'hybridlab.{words["export"] or default}')
+            shown += [(own, name)] if name else []
+        defined |= own
+    return list(dict.fromkeys(((defined | own)[name], name) for own, name in shown))
+
+
+WIDGETS = list_widgets()
+DOCTOR = 'hybridlab.doctor.diagnose', 'explore_doctor' # a file upload
 
 
 @pytest.fixture(scope='session')
@@ -86,36 +106,24 @@ def end(process):
     process.wait(timeout=30)
 
 
-@pytest.fixture(scope='module') # playwright allows one at a time
-def browser(lab):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_notebook(browser, lab):
-    "Opens a notebook of the copy and waits until its kernel is idle; shuts the kernel down afterwards."
+@contextmanager
+def opened(browser, lab, name):
+    "The page of a notebook of the copy, its kernel idle; afterwards the kernel is shut down."
     page = browser.new_page(viewport={'width': 1400, 'height': 1000})
     page.set_default_timeout(COLD_START_MS)
-
-    def open_notebook(name):
-        page.goto(f'{lab}/lab/tree/{name}?token={TOKEN}&reset')
+    page.goto(f'{lab}/lab/tree/{name}?token={TOKEN}&reset')
+    try:
         page.wait_for_selector('.jp-Notebook .jp-Cell')
         page.wait_for_selector('.jp-Toolbar-kernelName:has-text("Python 3")') # until then "idle" means only that no kernel is busy
         page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status=idle]')
-        return page
-
-    yield open_notebook
-    page.evaluate('''async ([lab, token]) => {
-        const headers = {Authorization: `token ${token}`};
-        const sessions = await (await fetch(`${lab}/api/sessions`, {headers})).json();
-        for (const session of sessions) await fetch(`${lab}/api/sessions/${session.id}`, {method: 'DELETE', headers});
-    }''', [lab, TOKEN])
-    page.close()
+        yield page
+    finally:
+        page.evaluate('''async ([lab, token, name]) => {
+            const headers = {Authorization: `token ${token}`};
+            const sessions = await (await fetch(`${lab}/api/sessions`, {headers})).json();
+            for (const one of sessions) if (one.path === name) await fetch(`${lab}/api/sessions/${one.id}`, {method: 'DELETE', headers});
+        }''', [lab, TOKEN, name])
+        page.close()
 
 
 def run_all(page):
@@ -129,34 +137,104 @@ def run_all(page):
     }''')
 
 
-def outputs(page, mime):
-    return page.locator(f'.jp-OutputArea-output[data-mime-type="{mime}"]').all_text_contents()
+def outputs(place, mime):
+    return place.locator(f'.jp-OutputArea-output[data-mime-type="{mime}"]').all_text_contents()
 
 
-def changes(page, picture, before, handle, key):
-    "Whether a key on a slider gives another picture; one small step may not show, a move to the end does."
-    from playwright.sync_api import TimeoutError
+# ---- a widget ------------------------------------------------------------------------------------------------------------
 
-    handle.focus()
-    page.keyboard.press(key)
-    try:
-        page.wait_for_function('([image, before]) => image.src !== before', arg=[picture.element_handle(), before], timeout=10_000)
-    except TimeoutError:
-        return False
-    return True
+CONTROLS = '.noUi-handle, select, input[type=checkbox]'
 
+
+def view(cell):
+    "The bytes of the picture and the words around it, those of a refusal among them."
+    return cell.evaluate('''async cell => {
+        const image = cell.querySelector('.widget-image');
+        const bytes = new Uint8Array(await (await fetch(image.src)).arrayBuffer());
+        return [bytes.join(), [...cell.querySelectorAll('.widget-html-content')].map(one => one.textContent).join('\\n')];
+    }''')
+
+
+def moves(page, control):
+    "Ways to give a control another value, one after the other; one small step may not show in the picture, a move to the end does."
+    if control.evaluate('one => one.tagName') == 'SELECT':
+        count, chosen = control.evaluate('one => [one.options.length, one.selectedIndex]')
+        for index in range(count):
+            if index != chosen:
+                control.select_option(index=index)
+                yield
+    elif control.get_attribute('type') == 'checkbox':
+        control.click()
+        yield
+    else:
+        for key in ('ArrowRight', 'End', 'Home'):
+            control.focus()
+            page.keyboard.press(key)
+            yield
+
+
+def answers(page, cell, control, patience_s=10):
+    "Whether some value of a control gives a picture of other bytes, or words."
+    before = view(cell)
+    for _ in moves(page, control):
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            page.wait_for_timeout(50)
+            if view(cell) != before:
+                return True
+    return False
+
+
+# ---- whole notebooks -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', ['index.ipynb', 'nbs/comm/00_chunking.ipynb', 'nbs/comm/01_quantization.ipynb'])
-def test_runs_without_errors_and_its_sliders_move_the_picture(open_notebook, name):
-    page = open_notebook(name)
-    run_all(page)
-    assert outputs(page, 'application/vnd.jupyter.error') == []
-    assert outputs(page, 'application/vnd.jupyter.stderr') == []
+def test_runs_without_errors_and_its_sliders_move_the_picture(browser, lab, name):
+    with opened(browser, lab, name) as page:
+        run_all(page)
+        assert outputs(page, 'application/vnd.jupyter.error') == []
+        assert outputs(page, 'application/vnd.jupyter.stderr') == []
 
-    picture = page.locator('.widget-image').last
-    picture.scroll_into_view_if_needed()
-    panel = page.locator('.jp-OutputArea-output', has=picture).last
-    before = picture.get_attribute('src')
-    assert any(changes(page, picture, before, handle, key) for handle in panel.locator('.noUi-handle').all() for key in ('ArrowRight', 'End', 'Home')), \
-        'no slider changes the picture'
-    assert outputs(page, 'application/vnd.jupyter.error') == []
+        cell = page.locator('.jp-CodeCell', has=page.locator('.widget-image')).last
+        cell.locator('.widget-image').scroll_into_view_if_needed()
+        assert any(answers(page, cell, control) for control in cell.locator(CONTROLS).all()), 'no control changes the picture'
+        assert outputs(page, 'application/vnd.jupyter.error') == []
+
+
+# ---- every widget, in one session ----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def gallery(browser, lab, checkout):
+    "Page of a notebook with one cell per widget, all of them run."
+    cells = [nbformat.v4.new_code_cell(f'from {module} import {name}\n{name}()', metadata={'tags': ['raises-exception']}) # the cells below run all the same
+             for module, name in [*WIDGETS, DOCTOR]]
+    kernel = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3 (ipykernel)', 'language': 'python'}} # or JupyterLab asks which
+    nbformat.write(nbformat.v4.new_notebook(metadata=kernel, cells=cells), checkout / 'gallery.ipynb')
+    with opened(browser, lab, 'gallery.ipynb') as page:
+        run_all(page)
+        yield page
+
+
+@pytest.mark.parametrize('module, name', WIDGETS, ids=[f'{module.removeprefix("hybridlab.")}.{name}' for module, name in WIDGETS])
+def test_every_widget_answers_to_its_first_control(gallery, module, name):
+    cell = gallery.locator('.jp-CodeCell').nth(WIDGETS.index((module, name)))
+    cell.scroll_into_view_if_needed()
+    assert outputs(cell, 'application/vnd.jupyter.error') == [] and outputs(cell, 'application/vnd.jupyter.stderr') == []
+    picture = cell.locator('.widget-image')
+    assert picture.evaluate('one => one.complete && one.naturalWidth > 100')
+    assert answers(gallery, cell, cell.locator(CONTROLS).first), 'the first control changes neither the picture nor the words'
+    assert outputs(cell, 'application/vnd.jupyter.error') == []
+
+
+def test_files_given_to_the_doctor_are_diagnosed(gallery):
+    cell = gallery.locator('.jp-CodeCell').nth(len(WIDGETS))
+    cell.scroll_into_view_if_needed()
+    before = view(cell)
+    with gallery.expect_file_chooser() as chooser:
+        cell.locator('button.jupyter-button').click()
+    chooser.value.set_files([{'name': 'launch.sh', 'mimeType': 'text/x-sh', 'buffer': b'export HCCL_EXEC_TIMOUT=600\n'},
+                             {'name': 'rank table.json', 'mimeType': 'application/json', 'buffer': b'{"version": "1.0", "server_list": ['}])
+    words = cell.locator('.widget-html-content', has_text='HCCL_EXEC_TIMEOUT')
+    words.wait_for()
+    assert 'cannot be read as JSON' in words.text_content()
+    assert view(cell)[0] != before[0]
+    assert outputs(cell, 'application/vnd.jupyter.error') == [] and outputs(cell, 'application/vnd.jupyter.stderr') == []

@@ -11,15 +11,6 @@ import pytest
 from hybridlab import pages, site
 
 ROOT = site.find_checkout()
-CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
-         '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
-
-
-@pytest.fixture(scope='session')
-def built(tmp_path_factory):
-    "Folder of the site."
-    return site.build_docs(ROOT, tmp_path_factory.mktemp('docs') / 'site')
 
 
 def addresses():
@@ -28,33 +19,33 @@ def addresses():
 
 # --- without a browser
 
-def test_nothing_is_wrong_with_the_site(built):
-    assert site.check_site(built) == []
+def test_nothing_is_wrong_with_the_site(docs):
+    assert site.check_site(docs) == []
 
 
-def test_pages_are_english_and_carry_their_titles(built):
+def test_pages_are_english_and_carry_their_titles(docs):
     for path, page in zip(site.list_notebooks(ROOT), addresses()):
-        text = (built / page).read_text('utf-8')
+        text = (docs / page).read_text('utf-8')
         title = re.search(r'"# ([^"\\]+)', path.read_text('utf-8'))[1]
         assert '<html' in text and 'lang="en"' in text[:500]
         assert f'class="title">{title}</h1>' in text, page
 
 
-def test_sidebar_holds_every_page_in_reading_order(built):
-    text = (built / 'core' / 'findings.html').read_text('utf-8')
+def test_sidebar_holds_every_page_in_reading_order(docs):
+    text = (docs / 'core' / 'findings.html').read_text('utf-8')
     links = re.findall(r'<a[^>]*href="([^"]+)"[^>]*class="sidebar-item-text', text)
     assert [link.removeprefix('../') if link.startswith('../') else f'core/{link}' for link in links] == addresses()
 
 
-def test_names_in_backticks_and_signatures_are_there(built):
-    text = (built / 'core' / 'findings.html').read_text('utf-8')
+def test_names_in_backticks_and_signatures_are_there(docs):
+    text = (docs / 'core' / 'findings.html').read_text('utf-8')
     assert re.search(r'href="(findings.html)?#finding"><code>Finding</code>', text)
     assert 'id="severity"' in text and '<code>findings</code>' in text and 'class="api-source"' in text
 
 
-def test_hidden_cells_and_imports_stay_out(built):
+def test_hidden_cells_and_imports_stay_out(docs):
     for page in addresses():
-        assert '#| ' not in re.sub(r'(?s)<pre.*?</pre>|<code.*?</code>', '', (built / page).read_text('utf-8'))
+        assert '#| ' not in re.sub(r'(?s)<pre.*?</pre>|<code.*?</code>', '', (docs / page).read_text('utf-8'))
 
 
 @pytest.mark.parametrize('harm, code', [
@@ -68,14 +59,14 @@ def test_hidden_cells_and_imports_stay_out(built):
     (lambda page: page.write_text(page.read_text().replace('</main>', '<p>\\(x\\)</p></main>')), 'site.formula'),
     (lambda page: page.write_text(page.read_text().replace('id="did_you_mean"', '')), 'site.name'),
 ])
-def test_every_kind_of_damage_is_found(built, tmp_path, harm, code):
-    copy = shutil.copytree(built, tmp_path / 'site')
+def test_every_kind_of_damage_is_found(docs, tmp_path, harm, code):
+    copy = shutil.copytree(docs, tmp_path / 'site')
     harm(copy / 'core' / 'findings.html')
     assert code in {finding.code for finding in site.check_site(copy)}
 
 
-def test_a_link_to_another_site_and_a_price_are_no_damage(built, tmp_path):
-    copy = shutil.copytree(built, tmp_path / 'site')
+def test_a_link_to_another_site_and_a_price_are_no_damage(docs, tmp_path):
+    copy = shutil.copytree(docs, tmp_path / 'site')
     page = copy / 'core' / 'findings.html'
     page.write_text(page.read_text().replace('</main>', '<a href="https://example.org/">x</a> $2 and $3 <code>$x$</code></main>'))
     assert site.check_site(copy) == []
@@ -95,22 +86,10 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope='module') # playwright allows one at a time
-def browser():
-    if CHROMIUM is None:
-        pytest.skip('needs chromium on the PATH')
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def visit(browser, built):
+def visit(browser, docs):
     "Opens a page of the site; at the end of the test no request may have left the machine, and no page may have complained."
-    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(built)))
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Quiet, directory=str(docs)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here, outside, complaints = f'127.0.0.1:{server.server_port}', [], []
     page = browser.new_page(viewport={'width': 1280, 'height': 900})
@@ -151,3 +130,44 @@ def test_typing_in_the_search_box_gives_hits_that_can_be_read_and_followed(visit
     assert light, 'grey text on the dark bar'
     hit.click()
     page.wait_for_url('**/core/findings.html*')
+
+
+def pictured(box):
+    "The picture's address and the words of a refusal."
+    return box.locator('img').get_attribute('src'), box.locator('.refused').text_content()
+
+
+def stops(page, handle):
+    "What the slider says at each of its stops, from the first to the last, by keys alone."
+    handle.focus()
+    page.keyboard.press('Home')
+    for place in range(int(handle.get_attribute('max')) + 1):
+        assert handle.input_value() == str(place)
+        yield handle.locator('+ output').text_content()
+        page.keyboard.press('ArrowRight')
+
+
+@pytest.mark.browser
+def test_both_sliders_of_every_widget_move_its_picture(visit, docs):
+    seen = 0
+    for address in addresses():
+        if 'class="live-sliders"' not in (docs / address).read_text('utf-8'):
+            continue
+        page = visit(address)
+        for number, box in enumerate(page.locator('.live-sliders').all()):
+            place, seen = f'{address}, widget {number}', seen + 1
+            handles = box.locator('input[type=range]').all()
+            assert len(handles) == 2, place
+            assert box.locator('img').evaluate('one => one.naturalWidth > 100'), place
+            for handle in handles:
+                start, first = handle.input_value(), pictured(box)
+                views, labels = [], []
+                for label in stops(page, handle):
+                    labels.append(label)
+                    views.append(pictured(box))
+                    assert all(one.strip() for one in (label, views[-1][0])), place
+                assert len(set(labels)) == len(labels), f'{place}: {labels}'
+                assert len(set(views)) > 1, f'{place}: {handle.get_attribute("aria-label")} changes nothing'
+                handle.fill(start)
+                assert pictured(box) == first, f'{place}: the picture does not come back'
+    assert seen

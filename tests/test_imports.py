@@ -1,5 +1,8 @@
 """What the exported library imports, in which direction, and that every public name is explained. Read from the source where possible."""
 import ast
+import builtins
+import dis
+import importlib
 import io
 import json
 import re
@@ -73,6 +76,22 @@ def test_imports_run_one_way(module):
     back = [f'{module} -> {target} (line {line})' for line, target in own_imports(module)
             if target != module and place(target) >= place(module)]
     assert not back, f'Arrows that run back: {back}. The order is {", ".join(ORDER)}, then the notebook number; move what is shared to the earlier one.'
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------------
+
+def globals_used(code):
+    "Names that a compiled module reads from its own globals, in its functions and classes too."
+    inner = [one for one in code.co_consts if hasattr(one, 'co_code')]
+    return {one.argval for one in dis.get_instructions(code) if one.opname == 'LOAD_GLOBAL'}.union(*map(globals_used, inner))
+
+
+@each_module
+def test_every_name_is_there(module):
+    "A cell may use what only a cell that is not exported imports: the notebook runs, the library does not."
+    used = globals_used(compile(FILES[module].read_text(encoding='utf-8'), module, 'exec'))
+    missing = sorted(name for name in used - {*vars(importlib.import_module(f'hybridlab.{module}'))} if not hasattr(builtins, name))
+    assert not missing, f'{module} uses {missing}; import it in a cell with #| export'
 
 
 # ---- what importing does -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 # %% ../../nbs/comm/03_network.ipynb #97cd04be
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -21,10 +21,9 @@ from ..spec.cluster import ClusterSpec, load_cluster, with_cards
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # %% auto #0
-__all__ = ['Network', 'link_name', 'find_links', 'with_rate', 'tree_network', 'star_network', 'leaf_spine_network', 'mesh_network', 'ring_network', 'rail_network', 'network_from_cluster', 'network_from_topology', 'Paths', 'make_paths', 'find_paths', 'paths_per_link', 'plot_paths', 'draw_paths', 'explore_paths', 'FAIRNESS', 'FORWARDING', 'Flows', 'make_flows', 'join_flows', 'fair_rates', 'Trace', 'group_seconds', 'link_bytes', 'trace_flows', 'simulate_flows', 'mean_use', 'busiest_links', 'plot_utilization', 'draw_incast', 'explore_incast', 'CHUNK_BYTES', 'REDUCTIONS', 'ON_NETWORK', 'Step', 'collective_steps', 'simulate_collective', 'collective_flows', 'Jobs', 'run_jobs', 'plot_jobs', 'draw_network', 'explore_network']
+__all__ = ['Network', 'link_name', 'find_links', 'with_rate', 'tree_network', 'star_network', 'leaf_spine_network', 'mesh_network', 'ring_network', 'rail_network', 'network_from_cluster', 'network_from_topology', 'Paths', 'make_paths', 'find_paths', 'paths_per_link', 'plot_paths', 'draw_paths', 'explore_paths', 'FAIRNESS', 'FORWARDING', 'Flows', 'make_flows', 'join_flows', 'fair_rates', 'Trace', 'group_seconds', 'link_bytes', 'trace_flows', 'simulate_flows', 'mean_use', 'busiest_links', 'plot_utilization', 'draw_incast', 'explore_incast', 'CHUNK_BYTES', 'REDUCTIONS', 'ON_NETWORK', 'Step', 'server_parts', 'collective_steps', 'simulate_collective', 'collective_flows', 'Jobs', 'run_jobs', 'plot_jobs', 'draw_network', 'explore_network']
 
 # %% ../../nbs/comm/03_network.ipynb #a0f52b44
 @dataclass(frozen=True, eq=False)
@@ -917,8 +916,8 @@ def plot_utilization(trace: Trace, # from `trace_flows`
 
 # %% ../../nbs/comm/03c_flows.ipynb #9ee0cdbc
 def draw_incast(senders: int = 15, # cards that send to card 0, 8 cards to a switch
+                oversubscription: float = 16.0, # cards of a switch against its uplink
                 megabytes: float = 8.0, # [MB] from each
-                oversubscription: float = 2.0, # cards of a switch against its uplink
                 stagger_us: float = 0.0, # [us] from one start to the next
                 fairness: str = 'maxmin', # or 'rtt'
                 forwarding: str = 'cut-through', # or 'store-and-forward'
@@ -932,8 +931,8 @@ def draw_incast(senders: int = 15, # cards that send to card 0, 8 cards to a swi
 
 
 def explore_incast() -> Live:
-    "Sliders for senders, size, oversubscription, starts, fairness and forwarding; use of links over time."
-    return live(draw_incast, senders=(1, 63), megabytes=(0.5, 32.0, 0.5), oversubscription=(1.0, 16.0, 0.5), stagger_us=(0.0, 500.0, 10.0),
+    "Sliders for senders, oversubscription, size, starts, fairness and forwarding; use of links over time."
+    return live(draw_incast, senders=(1, 63), oversubscription=(1.0, 32.0, 0.5), megabytes=(0.5, 32.0, 0.5), stagger_us=(0.0, 500.0, 10.0),
                 fairness=list(FAIRNESS), forwarding=list(FORWARDING))
 
 # %% ../../nbs/comm/03d_collectives_on_network.ipynb #8cb02895
@@ -1036,22 +1035,27 @@ def _tree(op, n, ranks, options):
     active = [(begin <= cut) & (cut < begin + chunks) for cut in cuts[:-1]]
     return [_step(ranks, a[on], b[on], n / 2 / chunks, int(after - cut)) for on, cut, after in zip(active, cuts, cuts[1:])]
 
-# %% ../../nbs/comm/03d_collectives_on_network.ipynb #204e631f
-def _by_server(ranks, per_server):
-    "[groups, servers, cards] of a table of ranks."
+# %% ../../nbs/comm/03d_collectives_on_network.ipynb #dee5a676
+def server_parts(ranks: Sequence[int], # of a group, in its order
+                 per_server: int, # ranks that fill a server
+                ) -> list[list[int]]: # by server, each in the order of the group
+    "The ranks of a group, server by server; the same number on each."
     if not per_server:
-        raise ValueError('hierarchical needs servers; build the network with per_server, or give per_server here')
-    rows = np.sort(ranks, axis=1)
-    server = rows // per_server
-    cards = int((server[0] == server[0, 0]).sum())
-    even = rows.shape[1] % cards == 0 and (np.diff(server.reshape(len(rows), -1, cards)[:, :, [0, -1]]) == 0).all()
-    if not even or any(len(np.unique(row)) * cards != len(row) for row in server):
-        raise ValueError(f'hierarchical needs equally many ranks of every server; the first group has {np.unique(server[0], return_counts=True)[1].tolist()}')
-    return rows.reshape(len(rows), -1, cards)
+        raise ValueError(f'per_server={per_server}; two levels need the number of cards in a server, as the network or the argument has it')
+    parts = {}
+    for rank in ranks:
+        parts.setdefault(rank // per_server, []).append(rank)
+    if len(set(map(len, parts.values()))) > 1:
+        raise ValueError(f'the group {list(ranks)[:16]} has {", ".join(str(len(part)) for part in parts.values())} ranks on its servers of {per_server} cards; '
+                         'two levels need the same number on each: choose another group or order, or one level')
+    return [parts[server] for server in sorted(parts)]
 
-
+# %% ../../nbs/comm/03d_collectives_on_network.ipynb #204e631f
 def _hierarchical(op, n, ranks, options):
-    table = _by_server(ranks, options['per_server'])
+    tables = [server_parts(sorted(row), options['per_server']) for row in ranks.tolist()]
+    if len(sizes := {len(parts) for parts in tables}) > 1:
+        raise ValueError(f'groups on {", ".join(map(str, sorted(sizes)))} servers; hierarchical needs all groups on equally many')
+    table = np.array(tables)
     groups, servers, cards = table.shape
     inside, between = table.reshape(-1, cards), table.transpose(0, 2, 1).reshape(-1, servers)
     inner, outer = options['levels'] or ('mesh', 'pairwise' if op == 'all_to_all' else 'ring')
@@ -1175,8 +1179,8 @@ def plot_jobs(jobs: Jobs, # from `run_jobs`
     ax.axhline(trace.network.rate[link] / 1e9, color='#000000', linewidth=0.8, linestyle=':', label='rate of the link')
     slower = ', '.join(f'{name} {factor:.2f}x' for name, factor in zip(jobs.names, jobs.slowdown))
     shared = np.count_nonzero(loads.max(axis=0)) > 1
-    ax.set(xlabel='time [ms]', ylabel='[GB/s]', xlim=(0, trace.times[-1] * 1e3), ylim=(0, 1.08 * trace.network.rate[link] / 1e9),
-           title=f'{"sharing" if shared else "nothing shared on"} {link_name(trace.network, link)}: {slower} the time alone')
+    ax.set(xlabel='time [ms]', ylabel=f'load of {link_name(trace.network, link)} [GB/s]', xlim=(0, trace.times[-1] * 1e3),
+           ylim=(0, 1.08 * trace.network.rate[link] / 1e9), title=f'{"On a shared link" if shared else "Nothing shared"}: {slower} the time alone')
     legend_outside(ax)
     return ax
 
@@ -1187,12 +1191,12 @@ def _shared_link(trace):
     return int(trace.watch[np.lexsort((-mean_use(trace)[trace.watch], -jobs))[0]])
 
 # %% ../../nbs/comm/03d_collectives_on_network.ipynb #1deae50d
-def draw_network(servers: int = 8, # of 8 cards, two to a leaf switch
-                 oversubscription: float = 4.0, # cards of a leaf against its uplink
-                 degraded_percent: int = 0, # of the first leaf's uplink that is lost, in both directions
-                 ring_mb: float = 100.0, # [MB] gradients of each data-parallel ring over all servers; 0: no such job
+def draw_network(oversubscription: float = 4.0, # cards of a leaf against its uplink
                  exchange_mb: float = 100.0, # [MB] tokens that a card sends in its expert-parallel group of 32; 0: no such job
+                 ring_mb: float = 100.0, # [MB] gradients of each data-parallel ring over all servers; 0: no such job
+                 degraded_percent: int = 0, # of the first leaf's uplink that is lost, in both directions
                  start_ms: float = 0.0, # [ms] when the exchange starts
+                 servers: int = 8, # of 8 cards, two to a leaf switch
                 ) -> Axes:
     "Two jobs on an Atlas 800T A2 cluster: load of the link that they share, times alone and together."
     cards = np.arange(8 * servers)
@@ -1208,6 +1212,6 @@ def draw_network(servers: int = 8, # of 8 cards, two to a leaf switch
 
 
 def explore_network() -> Live:
-    "Sliders for servers, oversubscription, a degraded uplink and two jobs; load of the shared link over time and both times."
-    return live(draw_network, servers=[4, 8, 12, 16], oversubscription=(1.0, 8.0, 0.5), degraded_percent=(0, 90, 10), ring_mb=(0.0, 400.0, 20.0),
-                exchange_mb=(0.0, 400.0, 20.0), start_ms=(0.0, 20.0, 1.0))
+    "Sliders for oversubscription, two jobs, a degraded uplink and servers; load of the shared link over time and both times."
+    return live(draw_network, oversubscription=(1.0, 8.0, 0.5), exchange_mb=(0.0, 400.0, 20.0), ring_mb=(0.0, 400.0, 20.0), degraded_percent=(0, 90, 10),
+                start_ms=(0.0, 20.0, 1.0), servers=[4, 8, 12, 16])

@@ -20,7 +20,7 @@ from ..core.config import Config
 from ..core.device import load_torch
 from ..core.findings import Finding, did_you_mean
 from ..core.viz import COLORS, CYCLE, Live, legend_outside, live, new_axes, style
-from ..spec.cluster import ClusterSpec, LinkSpec, load_cluster
+from ..spec.cluster import ClusterSpec, load_cluster, with_cards
 from ..spec.rank_table import RankedDevice, RankTable, super_pod_of
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ def _frame(ax, topology, title):
     ax.set(xlabel='rank', ylabel='rank', title=title)
     ax.grid(False)
 
-
+# %% ../../nbs/comm/02_topology.ipynb #e723dc9c
 @style()
 def plot_links_table(topology: Topology, # at most 128 ranks
                      ax: Axes | None = None, # draw here; None makes a new figure
@@ -426,19 +426,26 @@ def plot_links_table(topology: Topology, # at most 128 ranks
     between = rate[np.triu(np.ones_like(rate), 1) > 0]
     drawn = ax.imshow(np.where(np.eye(len(rate)), np.nan, rate), norm=LogNorm(between.min() / 1.01, between.max() * 1.01), cmap='viridis')
     ax.figure.colorbar(drawn, ax=ax, label='rate [GB/s]', ticks=np.unique(between)[:6], format='%.3g').minorticks_off()
-    _frame(ax, topology, f'{len(topology.servers)} servers; pairs reach {between.min():.3g} to {between.max():.3g} GB/s')
+    near = topology.server_of[:, None] == topology.server_of
+    reach = {where: rate[pairs & ~np.eye(len(rate), dtype=bool)] for where, pairs in (('inside servers', near), ('between', ~near))}
+    _frame(ax, topology, ', '.join(f'{_from_to(part)} GB/s {where}' for where, part in reach.items() if len(part)))
     return ax
+
+
+def _from_to(values):
+    low, high = f'{values.min():.3g}', f'{values.max():.3g}'
+    return low if low == high else f'{low} to {high}'
 
 # %% ../../nbs/comm/02_topology.ipynb #26b007f3
 def explore_links() -> Live:
     "Drop-downs for the cluster and the placement of ranks; the rate of every pair."
-    def draw(cluster='atlas-800t-a2', servers=3, placement='in server order'):
+    def draw(cluster='atlas-800t-a2', placement='in server order', servers=3):
         like = load_cluster(cluster)
         m = like.cards_per_server
         place = (lambda rank: (rank // m, rank % m)) if placement == 'in server order' else (lambda rank: (rank % servers, rank // servers))
         return plot_links_table(from_rank_table(RankTable('1.0', tuple(RankedDevice(rank, f'node{place(rank)[0]}', place(rank)[1]) for rank in range(servers * m))), like))
 
-    return live(draw, cluster=['atlas-800t-a2', 'atlas-900-a3', 'atlas-800-910a', 'dgx-h100', 'shaped-4x2'], servers=(1, 6), placement=['in server order', 'dealt out'])
+    return live(draw, cluster=['atlas-800t-a2', 'atlas-900-a3', 'atlas-800-910a', 'dgx-h100', 'shaped-4x2'], placement=['in server order', 'dealt out'], servers=(1, 6))
 
 # %% ../../nbs/comm/02a_trees.ipynb #63788aa1
 @dataclass(frozen=True)
@@ -810,11 +817,11 @@ def plot_plan_times(plan: OptimalTopology, # from `build_optimal_topology`
 # %% ../../nbs/comm/02a_trees.ipynb #6a94e024
 @style()
 def plot_topology_plan(servers: int = 8, # N, 2 to 16
-                       cards: int = 8, # per server, 1 to 8
                        placement: str = 'dealt out', # or 'in server order'
+                       kib: int = 65536, # [KiB] the vector
                        shared_port: bool = True, # one port per server instead of one per card
                        slow_server: int | None = None, # its links are ten times slower
-                       kib: int = 65536, # [KiB] the vector
+                       cards: int = 8, # per server, 1 to 8
                        product: str = 'atlas-800t-a2', # cluster with the links
                       ) -> Figure:
     "The plan above, its times below."
@@ -834,10 +841,10 @@ def plot_topology_plan(servers: int = 8, # N, 2 to 16
 
 # %% ../../nbs/comm/02a_trees.ipynb #3b5c4d55
 def explore_topology() -> Live:
-    "Controls for servers, cards, placement, a slow server and the size; rings, tree and times."
-    return live(plot_topology_plan, servers=(2, 16), cards=(1, 8), placement=['dealt out', 'in server order'], shared_port=[True, False],
-                slow_server={'none': None} | {f'server {number}': number for number in range(8)},
-                kib={'16 KiB': 16, '1 MiB': 1024, '64 MiB': 65536, '1 GiB': 1 << 20}, product=['atlas-800t-a2', 'atlas-800-910a', 'dgx-h100'])
+    "Controls for servers, placement, the size, ports, a slow server and cards; rings, tree and times."
+    return live(plot_topology_plan, servers=(2, 16), placement=['dealt out', 'in server order'],
+                kib={'16 KiB': 16, '1 MiB': 1024, '64 MiB': 65536, '1 GiB': 1 << 20}, shared_port=[True, False],
+                slow_server={'none': None} | {f'server {number}': number for number in range(8)}, cards=(1, 8), product=['atlas-800t-a2', 'atlas-800-910a', 'dgx-h100'])
 
 # %% ../../nbs/comm/02b_collective_cost.ipynb #3f9b8f78
 OPS = ('all_reduce', 'reduce_scatter', 'all_gather', 'all_to_all', 'broadcast', 'reduce', 'scatter')
@@ -1128,11 +1135,11 @@ def plot_costs(op: str, # one of `OPS`
         curves.setdefault(tuple(seconds.round(12)), []).append(name)
     for color, (seconds, names) in zip([CYCLE[place] for place in (0, 1, 3, 6, 4, 2, 5)], curves.items()):
         ax.plot(sizes / 1024, np.array(seconds) * 1e3, color=color, label=', '.join(names), linewidth=2.8 if chosen.algorithm in names else 1.6)
-    for size, _ in crossovers(op, ranks, alpha, beta, **options)[1:]:
-        ax.axvline(size / 1024, color='#000000', linewidth=0.7, linestyle=':')
-    ax.axvline(nbytes / 1024, color=COLORS['idle'], linewidth=3, zorder=0)
+    for number, (size, _) in enumerate(crossovers(op, ranks, alpha, beta, **options)[1:]):
+        ax.axvline(size / 1024, color='#000000', linewidth=0.7, linestyle=':', label='_' if number else 'another is faster')
+    ax.axvline(nbytes / 1024, color=COLORS['idle'], linewidth=3, zorder=0, label='this size')
     ax.set(xscale='log', yscale='log', xlabel='vector [KiB]', ylabel='time [ms]',
-           title=f'{op} of {nbytes / 1024:,.0f} KiB on {ranks} ranks: {chosen.algorithm}, {chosen.seconds * 1e3:.3g} ms')
+           title=f'{op} of {nbytes / 1024:,.0f} KiB on {ranks} ranks: {chosen.algorithm} is fastest, {chosen.seconds * 1e3:.3g} ms')
     legend_outside(ax)
     return ax
 
@@ -1256,19 +1263,19 @@ def plot_rescan(before: Topology, # measured
     drawn = ax.imshow(ratio, cmap='OrRd', vmin=1, vmax=max(2 * factor, np.nanmax(ratio)))
     ax.figure.colorbar(drawn, ax=ax, label='time now / before')
     names = [finding.message.split(' got ')[0] for finding in findings]
-    _frame(ax, before, f'{len(names)} slow: {names[0]}' + (' …' if len(names) > 1 else '') if names else f'No link takes more than {factor:g} times as long')
+    _frame(ax, before, f'{len(names)} slow: {names[0]}' + (' …' if len(names) > 1 else '') if names else f'No pair takes more than {factor:g} times as long')
     return ax
 
 # %% ../../nbs/comm/02c_rescan.ipynb #b8c3e44b
 def explore_rescan() -> Live:
-    "Sliders for the slow server, by how much, noise and the factor; the slowdown of every pair."
-    def draw(slow_server=2, slower=10.0, noise_percent=20, factor=2.0):
+    "Sliders for how much slower a server got, noise, which server, and the factor; the slowdown of every pair."
+    def draw(slower=10.0, noise_percent=20, slow_server=2, factor=2.0):
         quiet = from_links(link_table(from_cluster(with_cards(load_cluster('atlas-800t-a2'), 32))))
         spread = 1 + noise_percent / 100 * np.random.default_rng(0).random((32, 32))
         table = slow_down(quiet, slow_server, slower).measured
         return plot_rescan(quiet, from_links(LinkTable(table.alpha, table.bytes_per_s / np.maximum(spread, spread.T)), servers=quiet.servers), factor)
 
-    return live(draw, slow_server=(0, 3), slower=(1.0, 20.0, 0.5), noise_percent=(0, 200, 10), factor=(1.1, 5.0, 0.1))
+    return live(draw, slower=(1.0, 20.0, 0.5), noise_percent=(0, 200, 10), slow_server=(0, 3), factor=(1.1, 5.0, 0.1))
 
 # %% ../../nbs/comm/02d_hccl.ipynb #c9b684ad
 HCCL_NAMES = {'ring': 'ring', 'nhr': 'NHR', 'rhd': 'H-D_R', 'nb': 'NB', 'ahc': 'AHC', 'pipeline': 'pipeline', 'pairwise': 'pairwise'}

@@ -275,8 +275,8 @@ def simulate_loss_scale(steps: int = 1000, # of training
 
 
 def explore_loss_scale() -> Live:
-    "Sliders for the overflow limit, the growth interval and the step from which gradients are broken."
-    def draw(overflow_at=17.0, growth_interval=100, broken=False, broken_from=600):
+    "Sliders for the step from which gradients are broken, the overflow limit and the growth interval."
+    def draw(broken_from=950, overflow_at=17.0, growth_interval=100, broken=True):
         return plot_loss_scale(simulate_loss_scale(1000, overflow_at, growth_interval, broken_from if broken else None))
 
-    return live(draw, overflow_at=(-5.0, 20.0, 1.0), growth_interval=(5, 400, 5), broken=False, broken_from=(0, 990, 10))
+    return live(draw, broken_from=(0, 990, 10), overflow_at=(-5.0, 20.0, 1.0), growth_interval=(5, 400, 5), broken=True)

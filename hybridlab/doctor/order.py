@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -405,7 +406,8 @@ def explore_order() -> Live:
     def draw(fault='cycle', at=3, rows=4, width=2):
         calls = make_calls(rows * width, 20, width, fault, min(at, rows * width - 1))
         ax, found = plot_wait_for(wait_graph(calls)), check_order(calls)
-        ax.set_title(f'{found[0].code}: {found[0].message[:60]} …' if found else 'No finding', fontsize=9)
+        said = f'{found[0].code}: {found[0].message}' if found else 'No finding'
+        ax.set_title('\n'.join(textwrap.wrap(said, 76, max_lines=3, placeholder=' …')), fontsize=9)
         return ax
 
     return live(draw, fault=list(FAULTS), at=(0, 31), rows=(2, 8), width=(2, 4))

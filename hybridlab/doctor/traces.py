@@ -479,34 +479,41 @@ def plot_trace(traces: Iterable[Trace], # of one run, at most 32
     ends = [parts[[0, -1], [0, 1]] for pair in kinds.values() for parts in pair if len(parts)] or [np.array([0, 1])]
     first, last = min(end[0] for end in ends), max(end[1] for end in ends)
     begin, end = (int(first + share * (last - first)) for share in window)
-    for row, (compute, comm) in enumerate(kinds.values()):
-        ax.broken_barh([(0, (end - begin) / 1e6)], (row - 0.4, 0.8), facecolor=COLORS['idle'], hatch=HATCH['idle'], edgecolor='#FFFFFF', linewidth=0)
-        ax.broken_barh(_bars(compute, begin, end), (row - 0.4, 0.4), facecolor=COLORS['forward'])
+    computes, width = {}, (end - begin) / 1e6
+    for row, (rank, (compute, comm)) in enumerate(kinds.items()):
+        bars = _bars(compute, begin, end)
+        computes[rank] = sum(long for _, long in bars) / width
+        ax.broken_barh([(0, width)], (row - 0.4, 0.8), facecolor=COLORS['idle'], hatch=HATCH['idle'], edgecolor='#FFFFFF', linewidth=0)
+        ax.broken_barh(bars, (row - 0.4, 0.4), facecolor=COLORS['forward'])
         ax.broken_barh(_bars(comm, begin, end), (row, 0.4), facecolor=COLORS['communication'])
-    return _finish_trace_plot(ax, list(kinds), (end - begin) / 1e6)
+    return _finish_trace_plot(ax, computes, width)
 
 # %% ../../nbs/doctor/02_traces.ipynb #41dfc3d8
-def _finish_trace_plot(ax, ranks, width):
+def _finish_trace_plot(ax, computes, width):
+    "Legend, axes and title. `computes`: rank: share of the time that it computes."
+    ranks, least, most = list(computes), min(computes, key=computes.get), max(computes, key=computes.get)
     for text, key in (('compute', 'forward'), ('communication', 'communication'), ('nothing', 'idle')):
         ax.bar(0, 0, color=COLORS[key], hatch=HATCH.get(key), edgecolor='#FFFFFF', label=text)
-    ax.set(xlim=(0, width), ylim=(len(ranks) - 0.5, -0.5), yticks=range(len(ranks)), yticklabels=ranks, xlabel='time [ms]', ylabel='rank', title=f'{len(ranks)} ranks, {width:.4g} ms')
+    ax.set(xlim=(0, width), ylim=(len(ranks) - 0.5, -0.5), yticks=range(len(ranks)), yticklabels=ranks, xlabel='time [ms]', ylabel='rank',
+           title=f'Of {width:.4g} ms rank {least} computes {computes[least]:.0%}' + (f', rank {most} {computes[most]:.0%}' if len(ranks) > 1 else ''))
     ax.grid(False)
     legend_outside(ax)
     return ax
 
 # %% ../../nbs/doctor/02_traces.ipynb #e51d5f0b
 def explore_trace() -> Live:
-    "Sliders for layer time, all-reduce time and host delay of a made-up rank."
-    def draw(compute_us=100.0, comm_us=60.0, late_us=0.0, layers=8):
+    "Sliders for all-reduce time, host delay and layer time of a made-up rank."
+    def draw(comm_us=60.0, late_us=0.0, compute_us=100.0, layers=8):
         trace = _loaded(make_traces(1, layers, compute_us, comm_us, late_us)[0])
         ax, b = plot_trace([trace]), breakdown(trace)
         ax.set_title(f'{b.exposed_s / b.span_s:.0%} exposed communication, {b.idle_s / b.span_s:.0%} idle, of it {b.host_wait_s / max(b.idle_s, 1e-12):.0%} waiting for the host')
         return ax
 
-    return live(draw, compute_us=(20.0, 300.0, 10.0), comm_us=(0.0, 300.0, 10.0), late_us=(0.0, 200.0, 10.0), layers=(2, 20))
+    return live(draw, comm_us=(0.0, 300.0, 10.0), late_us=(0.0, 200.0, 10.0), compute_us=(20.0, 300.0, 10.0), layers=(2, 20))
 
 # %% ../../nbs/doctor/02a_ranks.ipynb #de6a832a
 import csv
+import textwrap
 
 from ..pipeline.bubble import bubble_fraction
 
@@ -914,12 +921,13 @@ def plot_lateness(groups: Iterable[GroupTimes], # from `group_times`
 # %% ../../nbs/doctor/02a_ranks.ipynb #17469008
 def explore_stragglers() -> Live:
     "Sliders for the straggler, the reason, and how late it is."
-    def draw(rank=1, late_us=40.0, cause='host', comm_us=30.0):
+    def draw(late_us=40.0, cause='host', rank=1, comm_us=30.0):
         extra = [late_us * (own == rank) for own in range(4)]
         made = make_traces(4, 12, [100 + e * (cause == 'compute') for e in extra], comm_us, [e * (cause == 'host') for e in extra], blocking=True)
         traces = [_loaded(trace) for trace in made]
         ax, found = plot_lateness(group_times(traces)), check_ranks(map(breakdown, traces), group_times(traces))
-        ax.set_title(next((f'Rank {rank}: {finding.message.split("; ")[-1][:70]}' for finding in found if finding.code == 'traces.straggler'), 'No straggler worth a finding'), fontsize=9)
+        said = next((finding.message for finding in found if finding.code == 'traces.straggler'), 'No straggler worth a finding')
+        ax.set_title('\n'.join(textwrap.wrap(said, 76, max_lines=3, placeholder=' …')), fontsize=9)
         return ax
 
-    return live(draw, rank=(0, 3), late_us=(0.0, 100.0, 5.0), cause=['host', 'compute'], comm_us=(5.0, 100.0, 5.0))
+    return live(draw, late_us=(0.0, 100.0, 5.0), cause=['host', 'compute'], rank=(0, 3), comm_us=(5.0, 100.0, 5.0))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..comm.network import server_parts
 from ..core.device import load_torch
 from ..core.findings import did_you_mean
 from ..core.viz import new_axes, style
@@ -67,21 +68,11 @@ def build_expert_groups(layout: Layout, # of all ranks; its groups along ep, etp
         raise ValueError(f'a layout of {layout.world} ranks in a world of {dist.get_world_size()}; start {layout.world} ranks or give Layout({dist.get_world_size()}, …)')
     parts = {axis: layout.groups(axis) for axis in ('ep', 'etp', 'edp')}
     if cards_per_server:
-        servers = [_by_server(ranks, cards_per_server) for ranks in parts['ep']]
+        servers = [server_parts(ranks, cards_per_server) for ranks in parts['ep']]
         parts |= {'inside': [seats for server in servers for seats in server], 'across': [list(seat) for server in servers for seat in zip(*server)]}
     return ExpertGroups(**{axis: _my_group(axis, groups, timeout_s) for axis, groups in parts.items()})
 
 # %% ../../nbs/moe/01_dispatch.ipynb #88c5a7c2
-def _by_server(ranks, cards_per_server):
-    "The ranks of a group, server by server."
-    servers = sorted({rank // cards_per_server for rank in ranks})
-    parts = [[rank for rank in ranks if rank // cards_per_server == server] for server in servers]
-    if len({len(part) for part in parts}) > 1:
-        raise ValueError(f'the EP group {ranks} has {", ".join(str(len(part)) for part in parts)} ranks on its servers of {cards_per_server} cards; '
-                         'two levels need the same number on each. Choose another ep or order, or leave out cards_per_server')
-    return parts
-
-
 def _my_group(axis, groups, timeout_s):
     "This rank's group of those that all ranks create together."
     dist = load_torch().distributed
@@ -525,7 +516,7 @@ def ep_servers(layout: Layout, # a grid that fits
                cards_per_server: int, # ranks fill servers one after the other
               ) -> int: # N
     "Servers over which the EP groups are spread; ValueError where they hold different numbers of ranks."
-    parts = [_by_server(ranks, cards_per_server) for ranks in layout.groups('ep')]
+    parts = [server_parts(ranks, cards_per_server) for ranks in layout.groups('ep')]
     if len({len(part) for part in parts}) > 1:
         raise ValueError(f'EP groups on {sorted({len(part) for part in parts})} servers of {cards_per_server} cards; choose ep so that all groups fall alike')
     return len(parts[0])
@@ -564,8 +555,8 @@ PLACEMENTS = {'EP next to each other': 'tp-cp-ep-dp-pp', 'EP over servers': 'tp-
 
 
 def explore_alltoall() -> Live:
-    "Drop-downs for model, cluster, EP, ETP and placement; bytes and time of the three ways."
-    def draw(model='deepseek-v3', cluster='atlas-800t-a2', placement='EP next to each other', ep=64, etp=1, tokens=4096, capacity_factor=0.0, fp8_dispatch=False):
+    "Drop-downs for EP, placement, model, cluster and ETP; bytes and time of the three ways."
+    def draw(ep=64, placement='EP next to each other', model='deepseek-v3', cluster='atlas-800t-a2', etp=1, tokens=4096, capacity_factor=0.0, fp8_dispatch=False):
         spec = load_model(model)
         layout = Layout(max(128, ep * etp), tp=1, pp=1, ep=ep, etp=etp, order=PLACEMENTS[placement])
         hardware = with_cards(load_cluster(cluster), layout.world)
@@ -581,5 +572,5 @@ def explore_alltoall() -> Live:
         return ax
 
     sizes, models = [1, 2, 4, 8, 16, 32, 64], ['deepseek-v3', 'mixtral-8x7b', 'qwen3-30b-a3b', 'pangu-pro-moe', 'glm-4.5-air']
-    return live(draw, model=models, cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-h100'], placement=list(PLACEMENTS), ep=sizes, etp=sizes[:4],
+    return live(draw, ep=sizes, placement=list(PLACEMENTS), model=models, cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-h100'], etp=sizes[:4],
                 tokens=(512, 16384, 512), capacity_factor=(0.0, 2.0, 0.25), fp8_dispatch=False)

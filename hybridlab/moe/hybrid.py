@@ -5,7 +5,8 @@
 # %% ../../nbs/moe/03_hybrid.ipynb #a5337967
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from ..spec.layout import Layout
 # %% auto #0
 __all__ = ['PARTS', 'gather_sequence', 'scatter_sequence', 'HybridGroups', 'build_hybrid_groups', 'Cut', 'Part', 'EmbeddingPart',
            'BlockPart', 'MLPPart', 'MoE', 'MoEPart', 'HeadPart', 'vocabulary_loss', 'whole_stages', 'cut_stages',
-           'parameter_cuts', 'GradientSync', 'HybridTrainer']
+           'parameter_cuts', 'release', 'GradientSync', 'HybridTrainer']
 
 # %% ../../nbs/moe/03_hybrid.ipynb #05c5f9b7
 def _gather(x_BsH, group):
@@ -364,6 +365,33 @@ def parameter_cuts(stages: Sequence[nn.Sequential | None], # from `cut_stages`
             for name, cut in getattr(module, 'cuts', {}).items():
                 yield f'{prefix}.{cut.source}', getattr(module, name), cut
 
+# %% ../../nbs/moe/03_hybrid.ipynb #ada32009
+def release(groups: Iterable[dist.ProcessGroup | None], # not needed any more; the same on every rank
+           ) -> None:
+    "Destroys process groups, when all ranks have come here."
+    dist.barrier()
+    for group in dict.fromkeys(groups):
+        if group is not None and dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+class _Sums:
+    def close(self) -> None:
+        "Ends the threads and the groups. Call it on every rank."
+        for reducer in self.reducers.values():
+            close(reducer)
+        release(group for reducer in self.reducers.values() for kind in ('intra', 'inter', 'world') for group in (*getattr(reducer.groups, kind), reducer.groups.control))
+        self.reducers = {}
+
+
+class _Run:
+    def close(self) -> None:
+        "Ends the threads and the groups. Call it on every rank."
+        self.sync.close()
+        release((self.groups.tp, self.groups.pp, *vars(self.groups.experts).values()))
+        self.pipeline = self.groups = None
+        gc.collect() # the pipeline holds its group in circles
+
 # %% ../../nbs/moe/03_hybrid.ipynb #5dfc2570
 def _sum_together(parameters, reducer, key, dp):
     "One all-reduce for many gradients."
@@ -373,17 +401,18 @@ def _sum_together(parameters, reducer, key, dp):
         parameter.grad.copy_(part.view_as(parameter))
 
 # %% ../../nbs/moe/03_hybrid.ipynb #e7185a79
-class GradientSync:
+class GradientSync(_Sums):
     "Sums every gradient over the ranks that hold the same numbers, and divides by dp."
 
     def __init__(self,
                  groups: HybridGroups, # of this rank
-                 cards_per_server: int | None = None, # for the hierarchy; None: one server
+                 cards_per_server: int | None = None, # for the hierarchy, with bits between servers only; None: one level, all of it in bits
                  bits: int | None = None, # 8: what tp or ep cuts travels as INT8 with error feedback
                 ):
         layout = self.layout = groups.layout
         made = lambda axis: build_groups(parts=by_server(layout.groups(axis), cards_per_server or layout.world), depth=1)
-        self.reducers = {axis: AllReduce(made(axis), bits=None if axis == 'tp-dp' else bits, chunk_bytes=1 << 20) for axis in ('dp', 'tp-dp', 'edp')}
+        mode = 'hierarchical' if cards_per_server else 'flat'
+        self.reducers = {axis: AllReduce(made(axis), mode, None if axis == 'tp-dp' else bits, chunk_bytes=1 << 20) for axis in ('dp', 'tp-dp', 'edp')}
 
     def __call__(self,
                  stages: Sequence[nn.Sequential | None], # from `cut_stages`, after backward
@@ -392,11 +421,6 @@ class GradientSync:
         for axis, reducer in self.reducers.items():
             if found := [parameter for _, parameter, cut in parameter_cuts(stages) if cut.summed_over == axis]:
                 _sum_together(found, reducer, axis, self.layout.dp)
-
-    def close(self) -> None:
-        "Ends the threads."
-        for reducer in self.reducers.values():
-            close(reducer)
 
 # %% ../../nbs/moe/03_hybrid.ipynb #8813962d
 def _examples(stages, layout, micro_batch):
@@ -408,7 +432,7 @@ def _examples(stages, layout, micro_batch):
     return {number: (hidden if number else first, hidden if number < len(stages) - 1 else last) for number in range(len(stages))}
 
 # %% ../../nbs/moe/03_hybrid.ipynb #11fb9135
-class HybridTrainer:
+class HybridTrainer(_Run):
     "One rank of a hybrid-parallel run."
 
     def __init__(self,

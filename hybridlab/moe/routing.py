@@ -676,7 +676,7 @@ def plot_balance(curves: Mapping[str, np.ndarray], # name → [steps] max / mean
         ax.plot(curve, label=name)
     best = min(curves, key=lambda name: curves[name][-20:].mean())
     ax.axhline(1, color='black', linewidth=0.8)
-    ax.set(xlabel='step', ylabel='fullest expert / mean', ylim=(0.9, None), title=f'{best}: {curves[best][-20:].mean():.2f} at the end')
+    ax.set(xlabel='step', ylabel='fullest expert / mean', ylim=(0.9, None), title=f'{best} ends most even: fullest expert {curves[best][-20:].mean():.2f} times the mean')
     legend_outside(ax)
     return ax
 

@@ -19,7 +19,7 @@ from ..core.viz import COLORS, CYCLE, HATCH, Live, legend_outside, live, new_axe
 from ..pipeline.bubble import FORMS
 from ..pipeline.schedule import make_schedule, simulate
 from .memory import Strategies, chunk_layers, held_chunks, state_recipe
-from ..spec.cluster import ClusterSpec, load_cluster, with_cards
+from ..spec.cluster import ClusterSpec, DeviceSpec, load_cluster, with_cards
 from ..spec.layout import RECOMPUTE, Layout, TrainSpec, check_grid
 from ..spec.model import ModelSpec, list_models, load_model
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['KINDS', 'PASSES', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
+__all__ = ['KINDS', 'PASSES', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'explore_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
 
 # %% ../../nbs/plan/01_cost.ipynb #5525f7ab
 @dataclass(frozen=True)
@@ -64,16 +64,26 @@ def _efficiency_tables():
     return tomllib.loads((files('hybridlab.data') / 'efficiency.toml').read_text(encoding='utf-8'))
 
 
-def load_efficiency(device: str, # name of a device, e.g. 'a100-80g'
+def load_efficiency(device: str | DeviceSpec, # name of a device, e.g. 'a100-80g'; or a device, which may carry constants of its own
                    ) -> Efficiency: # ValueError where no run of this kind of card is known
-    "The fitted constants of a card, from `data/efficiency.toml`."
-    tables = _efficiency_tables()
+    "The constants of a card: those that a calibrated device carries, or those in `data/efficiency.toml`, fitted to published runs."
+    if isinstance(device, DeviceSpec) and device.efficiency:
+        return _own_constants(device)
+    tables, device = _efficiency_tables(), device.name if isinstance(device, DeviceSpec) else device
     found = [table for table in tables.values() if device in table['devices']]
     if not found:
         known = [name for table in tables.values() for name in table['devices']]
         raise ValueError(f'no run on {device!r} is known, so it has no constants. {did_you_mean(device, known)} Or give `efficiency`.')
     names = {field.name for field in fields(Efficiency)}
     return Efficiency(**{name: value for name, value in found[0].items() if name in names})
+
+
+def _own_constants(device):
+    names = {field.name for field in fields(Efficiency)}
+    if set(device.efficiency) != names:
+        unknown, missing = sorted(set(device.efficiency) - names), sorted(names - set(device.efficiency))
+        raise ValueError(f'efficiency of {device.name!r}: unknown {unknown}, missing {missing}. Write the file with plan.calibrate.save_cluster, or leave the table out')
+    return Efficiency(**device.efficiency)
 
 # %% ../../nbs/plan/01_cost.ipynb #bbb273ce
 KINDS = ('dense', 'moe', 'embedding', 'head') # of layers; the second axis of counts
@@ -289,7 +299,7 @@ def step_parts(model: ModelSpec, # what is trained
                order: str = 'tp-cp-ep-dp-pp', # axes from the fastest changing to the slowest
               ) -> dict[str, np.ndarray]: # as `step_seconds`
     "The time of many candidates at once."
-    return step_seconds(step_work(model, cluster, strategies, train, order), efficiency or load_efficiency(cluster.device.name), strategies.schedule)
+    return step_seconds(step_work(model, cluster, strategies, train, order), efficiency or load_efficiency(cluster.device), strategies.schedule)
 
 # %% ../../nbs/plan/01_cost.ipynb #8bd9c1fc
 AXES_SENT = ('tp', 'cp', 'ep', 'dp', 'pp') # axes in the order of a report
@@ -357,7 +367,7 @@ def estimate_step(model: ModelSpec, # what is trained
                  ) -> StepReport:
     "Time of a step with its breakdown; the schedule is simulated exactly."
     raise_errors(check_grid(layout), 'layout')
-    e, strategies = efficiency or load_efficiency(cluster.device.name), Strategies.of(layout, train)
+    e, strategies = efficiency or load_efficiency(cluster.device), Strategies.of(layout, train)
     work = step_work(model, cluster, strategies, train, layout.order)
     m = train.microbatches(layout.dp)
     if m != int(m) or m < 1:
@@ -404,15 +414,16 @@ def plot_step(report: StepReport, # from `estimate_step`
 
 # %% ../../nbs/plan/01_cost.ipynb #e19e67e1
 def explore_step() -> Live:
-    "Drop-downs for model, cluster and every axis; the waterfall of a step."
-    def draw(model='llama3-70b', cluster='atlas-800t-a2', tp=8, pp=4, vpp=1, dp=8, cp=1, ep=1, micro_batch=1, accumulation=16, recompute='none', zero=1, seq=4096):
+    "Controls for every axis, the step, model and cluster; the waterfall of a step."
+    def draw(pp=4, accumulation=16, tp=8, dp=8, model='llama3-70b', cluster='atlas-800t-a2', vpp=1, cp=1, ep=1, micro_batch=1, recompute='none', zero=1, seq=4096):
         layout = Layout(tp * pp * dp * cp, tp=tp, pp=pp, vpp=vpp, dp=dp, cp=cp, ep=ep, etp=1)
         train = TrainSpec(seq, micro_batch * accumulation * dp, micro_batch, recompute=recompute, zero=zero)
         return plot_step(estimate_step(load_model(model), with_cards(load_cluster(cluster), layout.world), layout, train))
 
     sizes, names = [1, 2, 4, 8, 16], [name for name in list_models() if isinstance(load_model(name), ModelSpec)]
-    return live(draw, model=names, cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-a100', 'dgx-h100'], tp=sizes, pp=sizes, vpp=[1, 2, 3, 4], dp=[*sizes, 32, 64], cp=sizes,
-                ep=sizes, micro_batch=[1, 2, 4, 8], accumulation=(1, 128), recompute=list(RECOMPUTE), zero=[0, 1, 2, 3], seq=[1024, 2048, 4096, 8192, 32768])
+    return live(draw, pp=sizes, accumulation=[1, 2, 4, 8, 16, 32, 64, 128], tp=sizes, dp=[*sizes, 32, 64], model=names,
+                cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-a100', 'dgx-h100'], vpp=[1, 2, 3, 4], cp=sizes, ep=sizes, micro_batch=[1, 2, 4, 8],
+                recompute=list(RECOMPUTE), zero=[0, 1, 2, 3], seq=[1024, 2048, 4096, 8192, 32768])
 
 # %% ../../nbs/plan/01a_kernels.ipynb #d400cdf8
 from .memory import _vocab_rows
@@ -806,8 +817,17 @@ def plot_exposed(report: StepReport, # from `estimate_step`
     legend_outside(ax)
     return ax
 
-# %% ../../nbs/plan/01c_claims.ipynb #b6f5974e
-from ..spec.cluster import innermost
+# %% ../../nbs/plan/01b_communication.ipynb #199f17b4
+def explore_exposed() -> Live:
+    "TP, micro-batches, DP, overlap and cluster; what the step of Llama 3 70B on PP 4 waits for."
+    def draw(tp=8, accumulation=16, dp=4, overlap_dp=0.7, cluster='atlas-800t-a2'):
+        layout = Layout(tp * 4 * dp, tp=tp, pp=4, dp=dp)
+        cards = with_cards(load_cluster(cluster), layout.world)
+        efficiency = replace(load_efficiency(cards.device.name), overlap_dp=overlap_dp)
+        return plot_exposed(estimate_step(load_model('llama3-70b'), cards, layout, TrainSpec(4096, accumulation * dp), efficiency))
+
+    sizes = [1, 2, 4, 8, 16]
+    return live(draw, tp=sizes, accumulation=[*sizes, 32, 64], dp=[*sizes, 32], overlap_dp=(0.0, 1.0, 0.1), cluster=['atlas-800t-a2', 'dgx-a100', 'dgx-h100'])
 
 # %% ../../nbs/plan/01c_claims.ipynb #aae78612
 def allreduce_ladder(nbytes: float, # [B] gradients of a rank
@@ -861,10 +881,10 @@ def plot_shares(gradients: float, # [B] of a rank
 
 # %% ../../nbs/plan/01c_claims.ipynb #3a516aa9
 def explore_shares() -> Live:
-    "Sliders for the link between servers, the work and the buckets; shares of communication against cards."
-    def draw(bandwidth_gb_s=25.0, alpha_us=1.5, work_s=200, buckets=1, fixed_batch=True):
+    "Sliders for the rate between servers, the work, its batch, the start-up and the buckets; shares of communication against cards."
+    def draw(bandwidth_gb_s=25.0, work_s=200, fixed_batch=True, alpha_us=1.5, buckets=1):
         cluster = load_cluster('atlas-800t-a2')
         outer = replace(cluster.links[-1], bytes_per_s=bandwidth_gb_s * 1e9, alpha=alpha_us * 1e-6)
         return plot_shares(360e9, replace(cluster, links=(cluster.links[0], outer)), work_s, fixed_batch, buckets)
 
-    return live(draw, bandwidth_gb_s=(5.0, 100.0, 5.0), alpha_us=(0.5, 100.0, 0.5), work_s=(10, 400, 10), buckets=[1, 10, 100, 1000], fixed_batch=True)
+    return live(draw, bandwidth_gb_s=(5.0, 200.0, 5.0), work_s=(10, 400, 10), fixed_batch=True, alpha_us=(0.5, 100.0, 0.5), buckets=[1, 10, 100, 1000])

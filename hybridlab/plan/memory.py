@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.viz import CYCLE, HATCH, Live, legend_outside, live, new_axes, style
 from ..pipeline.bubble import V_SHAPES, chunks_per_rank
 from ..pipeline.schedule import B, F, I, PAIR, W, make_schedule
 from ..spec.layout import DTYPE_BYTES, GRADIENT_BYTES, RECOMPUTE, Layout, TrainSpec, even_out, pad_vocab
@@ -20,9 +21,10 @@ from ..spec.model import BUILD, ModelSpec
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['CUT_FROM', 'state_recipe', 'state_bytes', 'Strategies', 'held_chunks', 'chunk_layers', 'peak_in_flight', 'rank_parameters', 'stage_states', 'layer_activations', 'microbatches', 'stage_activations', 'MEMORY_KINDS', 'BASE_BYTES', 'COMMUNICATOR_BYTES', 'FRAGMENTATION', 'RESERVE', 'memory_parts', 'MemoryReport', 'estimate_memory', 'culprit', 'half_of', 'load_memory_runs', 'load_memory_published', 'settings_of', 'predict_runs', 'plot_memory', 'explore_memory']
+__all__ = ['RECIPES', 'CUT_FROM', 'state_recipe', 'state_bytes', 'Strategies', 'held_chunks', 'chunk_layers', 'peak_in_flight', 'rank_parameters', 'stage_states', 'plot_states', 'explore_states', 'layer_activations', 'microbatches', 'stage_activations', 'plot_layer', 'explore_activations', 'MEMORY_KINDS', 'BASE_BYTES', 'COMMUNICATOR_BYTES', 'FRAGMENTATION', 'RESERVE', 'memory_parts', 'MemoryReport', 'estimate_memory', 'culprit', 'half_of', 'load_memory_runs', 'load_memory_published', 'settings_of', 'predict_runs', 'plot_memory', 'explore_memory']
 
 # %% ../../nbs/plan/00_memory.ipynb #31fc6a42
 def state_recipe(train: TrainSpec, # data types
@@ -31,6 +33,13 @@ def state_recipe(train: TrainSpec, # data types
     weights = DTYPE_BYTES[train.weights_dtype or train.dtype]
     return {'weights': weights, 'gradients': GRADIENT_BYTES[train.gradient_dtype], 'master': 4 if weights < 4 and train.master_weights else 0,
             'moments': 2 * DTYPE_BYTES[train.moments_dtype]}
+
+
+RECIPES = { # name: data types of a `TrainSpec`
+    'Megatron bf16': {}, 'ZeRO paper': {'gradient_dtype': 'bf16'}, 'bf16 moments': {'moments_dtype': 'bf16'},
+    'bf16 + fp32 accumulation': {'gradient_dtype': 'bf16+fp32'}, 'fp32 weights (FSDP)': {'weights_dtype': 'fp32'},
+    'bf16 without master': {'gradient_dtype': 'bf16', 'moments_dtype': 'bf16', 'master_weights': False},
+}
 
 # %% ../../nbs/plan/00_memory.ipynb #5c3a08c9
 CUT_FROM = {'weights': 3, 'gradients': 2, 'master': 1, 'moments': 1} # kind: the ZeRO level that cuts it
@@ -212,8 +221,42 @@ def stage_states(model: ModelSpec, # what is trained
     of_dense, of_experts = state_bytes(dense, train, level, ranks), state_bytes(experts, train, level, edp)
     return {kind: of_dense[kind] + of_experts[kind] for kind in CUT_FROM}
 
+# %% ../../nbs/plan/00_memory.ipynb #788b4027
+@style()
+def plot_states(parameters: float, # numbers that a rank holds, before ZeRO
+                train: TrainSpec, # data types
+                replicas: int = 1, # ranks that hold the same
+                ax: Axes | None = None, # draw here; None makes a new figure
+               ) -> Axes:
+    "State of a rank by kind, for each ZeRO level."
+    ax, levels = new_axes(ax, figsize=(6, 2.6)), np.arange(4)
+    sizes = {kind: size / 1e9 for kind, size in state_bytes(parameters, train, levels, replicas).items()}
+    left = np.zeros(4)
+    for (kind, size), color in zip(sizes.items(), CYCLE):
+        ax.barh(levels, size, left=left, color=color, label=kind, edgecolor='white', linewidth=0.3)
+        left += size
+    for level, total in zip(levels, left):
+        ax.text(total, level, f' {total:,.3g} GB', va='center', fontsize=8)
+    ax.margins(x=0.15)
+    ax.invert_yaxis()
+    ax.set(xlabel='state of a rank [GB]', yticks=levels, yticklabels=[f'ZeRO {level}' for level in levels],
+           title=f'{left[0]:,.3g} GB a rank; ZeRO 3 over {replicas} replicas leaves {left[3]:,.3g}')
+    legend_outside(ax)
+    return ax
+
+# %% ../../nbs/plan/00_memory.ipynb #d305c5a4
+def explore_states() -> Live:
+    "Parameters of a rank, replicas and recipe; state under each ZeRO level."
+    def draw(billions=2.2, replicas=8, recipe='Megatron bf16'):
+        return plot_states(billions * 1e9, TrainSpec(4096, 64, **RECIPES[recipe]), replicas)
+
+    return live(draw, billions=(0.2, 20.0, 0.2), replicas=[1, 2, 4, 8, 16, 32, 64, 128, 512], recipe=list(RECIPES))
+
 # %% ../../nbs/plan/00a_activations.ipynb #d50b0044
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from ..core.viz import COLORS
+from ..spec.model import load_model
 
 # %% ../../nbs/plan/00a_activations.ipynb #c3f4a532
 def _kept_attention(model, strategies, train, size, sp, tokens):
@@ -348,22 +391,41 @@ def stage_activations(model: ModelSpec, # what is trained
         kept[:, rows] = np.take_along_axis(both, np.broadcast_to(peak, (2, *peak.shape[1:])), axis=3)[..., 0]
     return kept[0] + working, kept[1] + (head.sum(axis=1) > 0) * logits[:, None]
 
+# %% ../../nbs/plan/00a_activations.ipynb #341821fd
+@style()
+def plot_layer(kept: Mapping[str, np.ndarray], # tensor: [B], [1], from `layer_activations`
+               ax: Axes | None = None, # draw here; None makes a new figure
+              ) -> Axes:
+    "What one layer keeps of one micro-batch, tensor by tensor."
+    sizes = {name: float(size[0]) / 2**20 for name, size in kept.items() if size[0]}
+    ax, total, largest = new_axes(ax, figsize=(6, 1.1 + 0.22 * len(sizes))), sum(sizes.values()), max(sizes, key=sizes.get)
+    bars = ax.barh(list(sizes), list(sizes.values()), color=[COLORS['backward' if name == largest else 'forward'] for name in sizes])
+    ax.bar_label(bars, [f'{size:,.3g}' for size in sizes.values()], padding=3, fontsize=8)
+    ax.margins(x=0.12)
+    ax.invert_yaxis()
+    ax.set(xlabel='kept by a rank for the backward pass [MiB]', title=f'{total:,.4g} MiB a layer and micro-batch; {sizes[largest] / total:.0%} of it: {largest}')
+    return ax
+
+# %% ../../nbs/plan/00a_activations.ipynb #9f17028a
+def explore_activations() -> Live:
+    "Sequence length, flash attention, TP, sequence parallelism and model; the tensors of a layer."
+    def draw(seq=4096, flash_attention=False, tp=8, sequence_parallel=True, model='llama3-70b'):
+        spec, train = load_model(model), TrainSpec(seq, 64, flash_attention=flash_attention)
+        one = Strategies.of(Layout(tp, tp=tp, etp=1, sequence_parallel=sequence_parallel and tp > 1), train)
+        return plot_layer(layer_activations(spec, 'moe' if spec.experts else 'dense', one, train))
+
+    return live(draw, seq=[1024, 2048, 4096, 8192, 16384, 32768], flash_attention=False, tp=[1, 2, 4, 8, 16], sequence_parallel=True,
+                model=['llama3-70b', 'gpt3-175b', 'mixtral-8x7b', 'qwen3-30b-a3b', 'deepseek-v3'])
+
 # %% ../../nbs/plan/00b_memory_check.ipynb #e633cd85
 import csv
 import hashlib
-from collections.abc import Mapping
 from dataclasses import fields
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from ..core.findings import Finding, raise_errors
-from ..core.viz import CYCLE, HATCH, Live, legend_outside, live, new_axes, style
 from ..spec.cluster import ClusterSpec, load_cluster, with_cards
 from ..spec.layout import check, check_grid
-from ..spec.model import load_model
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # %% ../../nbs/plan/00b_memory_check.ipynb #f146a974
 MEMORY_KINDS = ('weights', 'gradients', 'master', 'moments', 'activations', 'logits', 'communication', 'framework', 'fragmentation')
@@ -571,8 +633,8 @@ def plot_memory(report: MemoryReport, # from `estimate_memory`
 
 # %% ../../nbs/plan/00b_memory_check.ipynb #2cfa7c7d
 def explore_memory() -> Live:
-    "Drop-downs for model, cluster, layout and step; memory by stage, or the errors of the layout in words."
-    def draw(model='llama3-70b', cluster='atlas-800t-a2', tp=8, pp=8, dp=2, vpp=1, ep=1, seq=8192, micro_batch=1, schedule='1f1b', recompute='none', zero=1):
+    "Drop-downs for layout, step, model and cluster; memory by stage, or the errors of the layout in words."
+    def draw(tp=8, pp=8, recompute='none', model='llama3-70b', cluster='atlas-800t-a2', dp=2, vpp=1, ep=1, seq=8192, micro_batch=1, schedule='1f1b', zero=1):
         spec, layout = load_model(model), Layout(tp * pp * dp, tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep, etp=1)
         train = TrainSpec(seq, 32 * dp * micro_batch, micro_batch, schedule=schedule, recompute=recompute, zero=zero)
         cards = with_cards(load_cluster(cluster), layout.world)
@@ -581,6 +643,6 @@ def explore_memory() -> Live:
 
     sizes = [1, 2, 4, 8, 16]
     models = ['llama2-7b', 'llama3-70b', 'mixtral-8x7b', 'qwen3-30b-a3b', 'qwen3-235b-a22b', 'article-moe-128', 'deepseek-v3']
-    return live(draw, model=models, cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-a100', 'dgx-h100'], tp=sizes, pp=sizes, dp=sizes, vpp=[1, 2, 4], ep=sizes,
-                seq=[2048, 4096, 8192, 16384, 32768], micro_batch=[1, 2, 4, 8], schedule=['1f1b', 'gpipe', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min', 'dualpipe'],
-                recompute=['none', 'selective', 'full'], zero=[0, 1, 2, 3])
+    return live(draw, tp=sizes, pp=sizes, recompute=['none', 'selective', 'full'], model=models, cluster=['atlas-800t-a2', 'atlas-900-a3', 'dgx-a100', 'dgx-h100'],
+                dp=sizes, vpp=[1, 2, 4], ep=sizes, seq=[2048, 4096, 8192, 16384, 32768], micro_batch=[1, 2, 4, 8],
+                schedule=['1f1b', 'gpipe', 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min', 'dualpipe'], zero=[0, 1, 2, 3])

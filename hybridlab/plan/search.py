@@ -247,7 +247,7 @@ def _timed(model, cluster, train, block, order, g, efficiency):
 # %% ../../nbs/plan/02_search.ipynb #f885524a
 def _search_all(model, cluster, train, values, reserve):
     "Columns of all layouts that fit, block by block, and the number refused by reason."
-    rejected, found, efficiency = {}, [], load_efficiency(cluster.device.name)
+    rejected, found, efficiency = {}, [], load_efficiency(cluster.device)
     for block in progress(list(_pipelines(model, values)), 'Searching'):
         fitting, refused = _fitting(model, cluster, train, values, block, reserve)
         for order in values['order']:

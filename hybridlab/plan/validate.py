@@ -208,7 +208,7 @@ def plot_validation(table: pd.DataFrame, # from `validate`
         ax.scatter(runs['seconds'], runs['predicted'], s=9, color=color, alpha=0.9, label=f'{name}: {runs["error"].abs().mean():.1f} %', edgecolors='none')
     ends = [0.8 * table['seconds'].min(), 1.25 * table['seconds'].max()]
     ax.plot(ends, ends, color='black', linewidth=0.8)
-    ax.fill_between(ends, [0.8 * end for end in ends], [1.2 * end for end in ends], color=COLORS['idle'], alpha=0.5, label='20 %', linewidth=0)
+    ax.fill_between(ends, [0.8 * end for end in ends], [1.2 * end for end in ends], color=COLORS['idle'], alpha=0.5, label='within 20 %', linewidth=0)
     ax.set(xscale='log', yscale='log', xlabel='published [s per step]', ylabel='predicted [s per step]',
            title=f'{len(table)} runs of the {half} half: median error {table["error"].abs().median():.1f} %')
     legend_outside(ax)
@@ -226,7 +226,9 @@ def plot_errors(table: pd.DataFrame, # from `validate`
     ax.hist(both['peer_error'].clip(-80, 40), bins, color=COLORS['idle'], hatch='////', edgecolor='white', label=f'{both["peer"].iloc[0]}: {both["peer_error"].abs().mean():.1f} %')
     ax.hist(both['error'].clip(-80, 40), bins, color=COLORS['forward'], alpha=0.8, label=f'ours: {both["error"].abs().mean():.1f} %')
     ax.axvline(0, color='black', linewidth=0.8)
-    ax.set(xlabel='error [%], ends collect the rest', ylabel='runs', title=f'{len(both)} runs of the {half} half that both predict')
+    peer, ours = (both[name].abs().mean() for name in ('peer_error', 'error'))
+    ax.set(xlabel='error [%], ends collect the rest', ylabel='runs',
+           title=f'{ours:.3g} % mean error where {both["peer"].iloc[0]} has {peer:.3g} %: {len(both)} runs of the {half} half')
     legend_outside(ax)
     return ax
 
@@ -235,8 +237,8 @@ def explore_validation() -> Live:
     "Predictions of a set while constants of the A100 move."
     start, names = load_efficiency('a100-80g'), ('korthikanti-2022', 'narayanan-2021', 'vtrain-multi', 'vtrain-single', 'mpt-llmfoundry')
 
-    def draw(dataset='vtrain-single', half='held', host_us=round(start.host_s * 1e6), memory=round(start.memory, 2), inside=round(start.inside, 2)):
+    def draw(host_us=round(start.host_s * 1e6), dataset='vtrain-single', memory=round(start.memory, 2), inside=round(start.inside, 2), half='held'):
         moved = replace(start, host_s=host_us * 1e-6, memory=memory, inside=inside)
         return plot_validation(validate([dataset], {'a100-80g': moved, 'a100-40g': moved}), half)
 
-    return live(draw, dataset=list(names), half=['held', 'fit'], host_us=(0, 100), memory=(0.2, 1.0, 0.01), inside=(0.2, 1.0, 0.01))
+    return live(draw, host_us=(0, 100), dataset=list(names), memory=(0.2, 1.0, 0.01), inside=(0.2, 1.0, 0.01), half=['held', 'fit'])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['DTYPES', 'VENDORS', 'SHAPES', 'TEXT', 'RATES', 'TABLES', 'ACCEPTS', 'DeviceSpec', 'LinkSpec', 'ClusterSpec',
-           'innermost', 'with_cards', 'check_cluster', 'list_clusters', 'load_cluster', 'cluster_table',
+__all__ = ['DTYPES', 'VENDORS', 'SHAPES', 'TEXT', 'RATES', 'CONSTANTS', 'TABLES', 'ACCEPTS', 'DeviceSpec', 'LinkSpec',
+           'ClusterSpec', 'innermost', 'with_cards', 'check_cluster', 'list_clusters', 'load_cluster', 'cluster_table',
            'cluster_sources', 'plot_links', 'explore_cluster']
 
 # %% ../../nbs/spec/01_cluster.ipynb #17212559
@@ -42,6 +42,7 @@ class DeviceSpec:
     hbm_bytes_per_s: float # [B/s] memory rate
     usable_bytes: int # [B] what a framework can allocate
     alignment: dict[str, int] # inner dimension [elements] of which a matrix should be a multiple, by data type
+    efficiency: dict[str, float] = field(default_factory=dict) # constants of `plan.cost`, as `plan.calibrate` measures them; empty: those fitted to published runs
 
 # %% ../../nbs/spec/01_cluster.ipynb #8bbb5d19
 SHAPES = ('mesh', 'ring', 'switch')
@@ -130,12 +131,14 @@ def _by_dtype(value):
 
 TEXT = (lambda value: isinstance(value, str) and bool(value)), 'Give a text.'
 RATES = _by_dtype, f'Give a table of numbers above 0, by data type: {", ".join(DTYPES)}.'
+CONSTANTS = (lambda value: isinstance(value, dict) and all(_number(0)[0](v) for v in value.values())), 'Give a table of numbers of at least 0, as plan.calibrate writes it.'
 TABLES = (lambda value: isinstance(value, list) and value and all(isinstance(row, dict) for row in value)), 'Give a list of tables.'
 
 # %% ../../nbs/spec/01_cluster.ipynb #b9450087
 ACCEPTS = { # class: {field: (test, remedy)}
     DeviceSpec: {'vendor': _one_of(*VENDORS), 'cores': _number(1, True), 'flops': RATES, 'vector_flops': _number(0),
-                 'hbm_bytes': _number(1, True), 'hbm_bytes_per_s': _number(0, above=True), 'usable_bytes': _number(1, True), 'alignment': RATES},
+                 'hbm_bytes': _number(1, True), 'hbm_bytes_per_s': _number(0, above=True), 'usable_bytes': _number(1, True), 'alignment': RATES,
+                 'efficiency': CONSTANTS},
     LinkSpec: {'name': TEXT, 'shape': _one_of(*SHAPES), 'span': _number(0, True), 'bytes_per_s': _number(0, above=True),
                'alpha': _number(0), 'pair_bytes_per_s': _number(0), 'oversubscription': _number(1), 'per_server': _one_of(True, False)},
     ClusterSpec: {'device': TEXT, 'cards_per_server': _number(1, True), 'servers': _number(1, True), 'links': TABLES},
