@@ -304,6 +304,18 @@ def test_quiet_log_is_quiet(tmp_path):
     assert diagnose(tmp_path) == []
 
 
+def test_front_and_end_of_a_large_log(tmp_path, monkeypatch):
+    monkeypatch.setattr('hybridlab.doctor.run_logs.HEAD_BYTES', 20_000)
+    monkeypatch.setattr('hybridlab.doctor.run_logs.TAIL_BYTES', 5_000)
+    megatron_log(tmp_path / 'a.log', steps=1000)
+    with (tmp_path / 'a.log').open('a') as file:
+        file.write('NPU out of memory. Tried to allocate 2.00 GiB\n')
+    found = diagnose(tmp_path)
+    assert codes(found) == ['run.oom', 'run.size'] and found[0].where.endswith('a.log:1001')
+    log = read_run_log(tmp_path / 'a.log')
+    assert 100 < len(log.lines) < 200 and (log.lines == log.columns['step']).all()  # one step per line here
+
+
 def test_rhythm_of_slow_steps(tmp_path):
     megatron_log(tmp_path / 'a.log', slow_every=25)
     [finding] = diagnose(tmp_path)

@@ -157,8 +157,14 @@ def _check_tables(evidence):
                 yield Finding('error', 'rank_table.world', f'the table has {ranks} ranks, the launch starts {", ".join(map(str, sorted(worlds)))}.', 'Generate the table for the servers of this run.', str(path))
 
 # %% ../../nbs/doctor/04_diagnose.ipynb #b514893a
+def _mentions(path, words=(b'SeqNum=', b'HCCL(', b'EI00', b'EJ00', b'LINK_ERROR_INFO')):
+    "Does a log say anything about communication? Read in blocks."
+    with open(path, 'rb') as file:
+        return any(word in block for block in iter(lambda: file.read(1 << 22), b'') for word in words)
+
+
 def _check_call_files(evidence):
-    paths = [*evidence.files['calls'], *evidence.files['plog'], *evidence.files['log']]
+    paths = [*evidence.files['calls'], *evidence.files['plog'], *filter(_mentions, evidence.files['log'])]
     found = check_logs(*paths) if paths else []
     return [finding for finding in found if finding.code != 'order.no_calls' or evidence.files['calls']]
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['NAMES', 'ERRORS', 'MAX_RUN_BYTES', 'MAX_STEPS', 'BUS', 'RunLog', 'read_run_log', 'check_run_log', 'check_oom',
-           'compare_run_logs', 'check_cards', 'check_hccl_test', 'plot_run_log', 'explore_run_log']
+__all__ = ['NAMES', 'ERRORS', 'HEAD_BYTES', 'TAIL_BYTES', 'MAX_STEPS', 'BUS', 'RunLog', 'read_run_log', 'check_run_log',
+           'check_oom', 'compare_run_logs', 'check_cards', 'check_hccl_test', 'plot_run_log', 'explore_run_log']
 
 # %% ../../nbs/doctor/03b_run_logs.ipynb #35a856a8
 NAMES = {'lm loss': 'loss', 'loss': 'loss', 'grad norm': 'grad_norm', 'grad_norm': 'grad_norm', 'global_norm': 'grad_norm', 'loss scale': 'loss_scale', 'loss_scale': 'loss_scale',
          'attempted loss scale': 'loss_scale', 'elapsed time per iteration (ms)': 'step_ms', 'per_step_time': 'step_ms', 'number of skipped iterations': 'skipped', 'overflow cond': 'skipped',
          'number of nan iterations': 'nan', 'throughput per gpu (tflop/s/gpu)': 'tflops', 'tflops': 'tflops', 'iteration': 'step', 'step': 'step', 'global_step': 'step'} # as printed, in small letters: column
-_FIELD = re.compile(r'''(?<![\w-])['"]?(''' + '|'.join(map(re.escape, sorted(NAMES, key=len, reverse=True))) + r''')['"]?[ \t]*(?:[:=][ \t]*)?\[?[ \t]*([-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?|true|false)\b)''', re.I)
+_FIELD = re.compile(r'''(?=[aegilnopst'"])(?<![\w-])['"]?(''' + '|'.join(map(re.escape, sorted(NAMES, key=len, reverse=True))) + r''')['"]?[ \t]*(?:[:=][ \t]*)?\[?[ \t]*([-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?|true|false)\b)''', re.I)
 
 
 @dataclass
@@ -63,31 +63,39 @@ ERRORS = { # key: (expression, severity, cause, remedy)
 _ERROR = re.compile('|'.join(f'(?P<{key}>{expression})' for key, (expression, *_) in ERRORS.items()))
 
 # %% ../../nbs/doctor/03b_run_logs.ipynb #b3c9c17c
-MAX_RUN_BYTES, MAX_STEPS = 1 << 28, 500_000 # [B] of one log that are read; lines with values that are kept
+HEAD_BYTES, TAIL_BYTES, MAX_STEPS = 48 << 20, 16 << 20, 200_000 # [B] of one log that are read from its front and its end; lines with values that are kept
 _WORTH = re.compile(rb'loss|scale|rror|exitcode|EADDR|memory|timed? ?out|refused|[Kk]ill|SIG|ECC|mismatch|divisible|accelerators|Segmentation|route to|not known|\.so', re.I)
+
+
+def _skip(file, until):
+    "Line ends between here and an offset, in blocks; the file then stands at the start of a line."
+    lines = 0
+    while (left := until - file.tell()) > 0 and (block := file.read(min(left, 1 << 22))):
+        lines += block.count(b'\n')
+    return lines + file.readline(1 << 16).endswith(b'\n')
 
 
 def _log_lines(path, size) -> Iterator[tuple[int, str]]:
     "(number, text) of the lines that may hold something."
-    bar, read = progress(desc=f'reading {path.name}', total=size, unit='B') if size > 1 << 25 else None, 0
+    bar, number, skipped = progress(desc=f'reading {path.name}', total=size, unit='B') if size > 1 << 25 else None, 0, size <= HEAD_BYTES + TAIL_BYTES
     with path.open('rb') as file:
-        number = 0
-        while read < MAX_RUN_BYTES and (line := file.readline(1 << 16)):
-            read += len(line)
+        while line := file.readline(1 << 16):
             number += line.endswith(b'\n') or len(line) < 1 << 16
-            if bar is not None and number % 4096 == 0:
-                bar.update(read - bar.n)
             if _WORTH.search(line[:4000]):
                 yield number, re.sub(r'\x1b\[[\d;]*m', '', line[:4000].decode('utf-8', 'replace'))
+            if not skipped and file.tell() > HEAD_BYTES:
+                number, skipped = number + _skip(file, size - TAIL_BYTES), True
+            if bar is not None and number % 4096 == 0:
+                bar.update(file.tell() - bar.n)
     if bar is not None:
         bar.close()
 
-
+# %% ../../nbs/doctor/03b_run_logs.ipynb #1f7dba14
 def _number(text):
     text = text.lower().replace(',', '')
     return float({'true': '1', 'false': '0', 'infinity': 'inf'}.get(text.lstrip('+-'), text))
 
-# %% ../../nbs/doctor/03b_run_logs.ipynb #1f7dba14
+# %% ../../nbs/doctor/03b_run_logs.ipynb #c1ea9e53
 def read_run_log(path: str | Path, # text
                 ) -> RunLog:
     "Steps and known errors of a log of any of these frameworks."
@@ -95,11 +103,11 @@ def read_run_log(path: str | Path, # text
     log = RunLog(str(path))
     try:
         size = path.stat().st_size
-        if size > MAX_RUN_BYTES:
-            log.findings.append(Finding('warning', 'run.size', f'{size / 2**20:,.0f} MiB; the first {MAX_RUN_BYTES >> 20} are read.', 'Pass the part around the trouble.', str(path)))
+        if size > HEAD_BYTES + TAIL_BYTES:
+            log.findings.append(Finding('info', 'run.size', f'{size / 2**20:,.0f} MiB; the first {HEAD_BYTES >> 20} and the last {TAIL_BYTES >> 20} are read.', 'Pass the part around the trouble, if it lies between.', str(path)))
         for number, text in _log_lines(path, size):
-            values = {NAMES[match[1].lower()]: _number(match[2]) for match in _FIELD.finditer(text)}
-            if ('loss' in values and len(values) > 1 or 'loss_scale' in values) and len(rows) < MAX_STEPS:
+            values = {NAMES[match[1].lower()]: _number(match[2]) for match in _FIELD.finditer(text)} if len(rows) < MAX_STEPS else {}
+            if 'loss' in values and len(values) > 1 or 'loss_scale' in values:
                 rows.append(values | ({'skipped': 1.0} if 'OVERFLOW' in text else {}) | ({'nan': 1.0} if np.isnan(values.get('loss', 0)) else {}))
                 lines.append(number)
             elif len(log.messages) < 200 and (match := _ERROR.search(text)):

@@ -80,8 +80,8 @@ def _moves(device, grow):
         yield 'copy', (nbytes,), lambda: b.copy_(a)
 
 # %% ../../nbs/plan/06_calibrate.ipynb #fa4bfe1c
-BLOCKS = (2, 16, 32), (2, 64, 128), (8, 64, 128), (4, 64, 256) # samples, tokens, hidden
-CUT = BLOCKS[1], BLOCKS[3] # of these, what is also measured in parts
+BLOCKS = (2, 16, 32), (2, 64, 128), (4, 64, 256) # samples, tokens, hidden
+CUT = BLOCKS[1:] # of these, what is also measured in parts
 EXPERTS = 4
 
 
@@ -594,6 +594,8 @@ def calibrate(world_size: int = 8, # ranks, all on this machine; 2 or more
     "Measures this machine with so many ranks and fits it."
     if world_size < 2:
         raise ValueError(f'world_size={world_size} has no link to measure; give 2 or more')
+    import hybridlab.moe.hybrid # noqa: F401 here, so that the ranks start with it instead of importing it eight times
+
     device = pick_device(prefer)
     probes = run(measure, device.type, budget_s, world_size=world_size, backend=device.backend, timeout_s=600)[0]
     return fit_calibration(probes, name or f'{device.backend}-{world_size}', _card(device, world_size), world_size, cores_of(device.type, world_size))

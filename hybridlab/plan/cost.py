@@ -427,7 +427,6 @@ def explore_step() -> Live:
 
 # %% ../../nbs/plan/01a_kernels.ipynb #d400cdf8
 from .memory import _vocab_rows
-from ..spec.cluster import DeviceSpec
 
 # %% ../../nbs/plan/01a_kernels.ipynb #7c3a5e42
 SLOTS = { # product of the forward pass: the kinds of layers that have it, in the order of `KINDS`

@@ -228,7 +228,7 @@ def plot_errors(table: pd.DataFrame, # from `validate`
     ax.axvline(0, color='black', linewidth=0.8)
     peer, ours = (both[name].abs().mean() for name in ('peer_error', 'error'))
     ax.set(xlabel='error [%], ends collect the rest', ylabel='runs',
-           title=f'{ours:.3g} % mean error where {both["peer"].iloc[0]} has {peer:.3g} %: {len(both)} runs of the {half} half')
+           title=f'{ours:.1f} % mean error where {both["peer"].iloc[0]} has {peer:.1f} %: {len(both)} runs of the {half} half')
     legend_outside(ax)
     return ax
 

@@ -148,7 +148,7 @@ ACCEPTS = { # class: {field: (test, remedy)}
 def _check_fields(kind, table, where):
     "Unknown, missing and unaccepted fields of one table."
     accepts = ACCEPTS[kind]
-    needed = {item.name for item in fields(kind) if item.default is MISSING} & set(accepts)
+    needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING} & set(accepts)
     for name in table:
         if name not in accepts and name != 'sources':
             yield Finding('error', 'cluster.unknown', f'{name} is not a field.', did_you_mean(name, (*accepts, 'sources')), where)

@@ -38,7 +38,8 @@ npu = types.ModuleType('torch.npu')
 vars(npu).update(
     Stream=Stream, Event=Event, stream=stream, current_stream=lambda device=None: Stream(), synchronize=lambda device=None: None, is_available=lambda: True,
     is_initialized=lambda: True, device_count=lambda: CARDS, get_device_name=lambda index=0: 'Ascend910B3', set_device=lambda index: None, current_device=lambda: 0,
-    _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None, get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16])
+    _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None, get_rng_state=lambda device=None: torch.get_rng_state(), set_rng_state=lambda state, device=None: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16])
 torch._register_device_module('npu', npu)
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
 
