@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -166,28 +165,17 @@ def _plan(args):
 
 # %% ../nbs/cli.ipynb #54d7742e
 def _doctor(args):
-    from hybridlab.doctor.diagnose import diagnose
-
-    findings = diagnose(*args.paths)
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings]))
-    else:
-        _print_findings(findings)
-    return int(any(finding.severity == 'error' for finding in findings))
-
-
-def _print_findings(findings):
-    "A table in the terminal, the worst first."
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    console, colors = Console(), {'error': 'bold red', 'warning': 'yellow', 'info': 'dim'}
-    table = Table('', 'where', 'what', 'fix', title=f'{len(findings)} findings', title_justify='left', show_lines=True)
-    for finding in findings: # as Text: what stands in a stranger's file is no markup
-        table.add_row(Text(finding.severity, colors[finding.severity]), *map(Text, (finding.where, f'{finding.message} [{finding.code}]', finding.fix)))
-    console.width = console.width if console.is_terminal else 160
-    console.print(table if findings else 'No findings.')
+    from hybridlab.doctor.diagnose import diagnose, diagnose_json, report_table
+
+    findings, console = diagnose(*args.paths), Console()
+    if args.json:
+        print(json.dumps(diagnose_json(findings)))
+    else:
+        console.width = console.width if console.is_terminal else 140
+        console.print(report_table(findings))
+    return int(any(finding.severity == 'error' for finding in findings))
 
 # %% ../nbs/cli.ipynb #5a50abad
 def _validate(args):
@@ -223,7 +211,7 @@ def _check_verbs(verb):
     check.add_argument('--json', action='store_true', help='print one JSON object')
     doctor = verb('doctor', _doctor, 'Say what is wrong in configuration files, rank tables, environments, logs, traces; exit code 1 on errors.')
     doctor.add_argument('paths', nargs='+', type=Path, help='files and folders')
-    doctor.add_argument('--json', action='store_true', help='print one JSON list')
+    doctor.add_argument('--json', action='store_true', help='print one JSON object')
 
 # %% ../nbs/cli.ipynb #5a7e390e
 def parser() -> argparse.ArgumentParser:

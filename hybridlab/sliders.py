@@ -33,11 +33,11 @@ CHOICES = widgets.SelectionSlider, widgets.Dropdown, widgets.ToggleButtons, widg
 
 
 def _near(values, kept, most):
-    "At most so many of the values, spread evenly, with the kept one among them."
+    "At most so many of the values, spread evenly, with the kept one and both ends among them."
+    ends, at = {0, len(values) - 1}, values.index(kept)
     places = {round(place) for place in np.linspace(0, len(values) - 1, min(most, len(values)))}
-    at = values.index(kept)
     if at not in places:
-        places.remove(min(places, key=lambda place: abs(place - at)))
+        places.remove(min(places - ends or ends, key=lambda place: abs(place - at)))
     return [values[place] for place in sorted(places | {at})]
 
 # %% ../nbs/sliders.ipynb #0b6544d4
@@ -47,7 +47,7 @@ def control_stops(control: widgets.Widget, # one control of a `Live`
     "Where a slider of the site stops."
     if isinstance(control, CHOICES):
         labelled = list(zip(control._options_labels, control._options_values))
-        return _near(labelled, (control.label, control.value), most)
+        return _near(labelled, next(pair for pair in labelled if pair[1] == control.value), most)
     if isinstance(control, widgets.Checkbox):
         return [('no', False), ('yes', True)]
     if not isinstance(control, NUMBERS):
@@ -57,7 +57,9 @@ def control_stops(control: widgets.Widget, # one control of a `Live`
     values = [control.base**place for place in places] if isinstance(control, widgets.FloatLogSlider) else places.tolist()
     kept = min(values, key=lambda value: abs(value - control.value))
     whole = isinstance(control.value, int)
-    return [(f'{value:.4g}', int(value) if whole else float(value)) for value in _near(values, kept, most)]
+    exact = lambda value: control.value if value == kept else int(value) if whole else float(value) # a step of 0.1 is none
+    label = lambda value: f'{int(value):,}' if whole else f'{value:.4g}'
+    return [(label(value), exact(value)) for value in _near(values, kept, most)]
 
 # %% ../nbs/sliders.ipynb #3bdd622c
 def _frame(widget, values):
@@ -71,7 +73,7 @@ def _frame(widget, values):
 
 
 def draw_frames(widget: Live, # from an `explore_…` function
-                most: tuple[int, int] = (5, 4), # stops of the two controls
+                most: tuple[int, int] = (5, 3), # stops of the two controls
                ) -> tuple[list[tuple[str, list[str], int]], list[bytes | str]]: # per control: name, labels, where it starts; pictures, the last control moves fastest
     "The pictures for every stop of the first two controls."
     able = [(name, control) for name, control in widget.controls.items() if len(control_stops(control)) > 1]
@@ -98,7 +100,7 @@ show();
 
 # %% ../nbs/sliders.ipynb #c933dbf2
 def slider_html(widget: Live, # from an `explore_…` function
-                most: tuple[int, int] = (5, 4), # stops of the two controls
+                most: tuple[int, int] = (5, 3), # stops of the two controls
                ) -> str: # one element, with pictures, data and script inside
     "The widget's first two controls as an HTML element that needs nothing else."
     axes, frames = draw_frames(widget, most)
@@ -110,7 +112,8 @@ def slider_html(widget: Live, # from an `explore_…` function
     rows = ''.join(f'<label><span>{escape(name)}</span><input type="range" min="0" max="{len(labels) - 1}" value="{start}" aria-label="{escape(name)}">'
                    f'<output>{escape(labels[start])}</output></label>' for name, labels, start in axes)
     rest = len(widget.controls) - len(axes)
-    hint = f'<p class="hint">Open the notebook in JupyterLab for every value{f" and {rest} more controls" if rest else ""}.</p>'
+    more = f' and {rest} more control{"s" if rest > 1 else ""}' if rest else ''
+    hint = f'<p class="hint">Open the notebook in JupyterLab for every value{more}.</p>'
     image = f'<img alt="picture for the values of the sliders" src="data:image/png;base64,{b64encode(widget.image.value).decode()}">'
     text = json.dumps(data).replace('</', '<\\/')
     return (f'<div class="live-sliders">{rows}<p class="refused"></p>{image}{hint}'

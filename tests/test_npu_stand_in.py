@@ -79,13 +79,24 @@ def test_the_stand_in_keeps_devices_apart(python, tmp_path):
     assert lines[3] == str(([3.0] * 4, [0, 1], 'No backend type associated with device type cpu', 'hccl: cannot reduce torch.float64'))
 
 
+MEASURE = """
+def small_measure(device_type, budget_s): # `measure` with the shapes for a CPU, which is what computes here
+    from hybridlab.plan import calibrate
+
+    clock = calibrate.rank_clock(device_type, 2)
+    return [Probe(kind, size, calibrate._mean_seconds(call, clock, budget_s)) for family in calibrate.FAMILIES for kind, size, call in family(device_type, 1)]
+"""
+
+
 def test_the_page_for_a_node_runs_on_it(python, tmp_path):
-    "Every cell of guides/ascend_node but those that need the real torch_npu, with the small shapes: collectives, all-to-all, pipeline, probe, fused operators, calibration."
+    "Every cell of guides/ascend_node but those that need the real torch_npu, with small shapes: collectives, all-to-all, pipeline, probe, fused operators, calibration."
     cells = json.loads((ROOT / 'nbs' / 'guides' / 'ascend_node.ipynb').read_text(encoding='utf-8'))['cells']
     code = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
     script = '\n\n'.join(source for source in code if not source.startswith('#| npu'))
-    assert script.count("small = device.type == 'cpu'") == 1
-    python(script.replace("small = device.type == 'cpu'", 'small = True'), tmp_path)
+    for shown, used in (("small = device.type == 'cpu'", 'small = True'), ('run(measure, ', 'run(small_measure, '), ('node = {', f'{MEASURE}\nnode = {{')):
+        assert script.count(shown) == 1, shown
+        script = script.replace(shown, used)
+    python(script, tmp_path)
     node = json.loads((tmp_path / 'ascend_node.json').read_text(encoding='utf-8'))
     items = node['items']
     assert node['device']['type'] == 'npu' and node['ranks'] == 2 and len(items) == 11

@@ -143,7 +143,7 @@ def test_pooled_bound_has_the_same_traffic():
     env.reset(9), pool.reset(9)
     assert pool.fabric.capacity.sum() == pytest.approx(env.fabric.capacity.sum()) and pool.fabric.paths == 1
     results = run_policy(omniscient(), env, 9), run_policy(spray(), pool, 9)
-    assert np.array_equal(env.state.total['made'], pool.state.total['made'])
+    assert np.array_equal(env.state.total['counted'], pool.state.total['counted']) # background flows pause at their window, so theirs may differ
     assert results[1].slowdown.mean() <= results[0].slowdown.mean() + 1e-3 and results[1].latency_us(0.95) <= results[0].latency_us(0.95)
 
 

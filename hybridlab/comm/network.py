@@ -90,8 +90,9 @@ def _build(name, hosts, switches, blocks, per_server=0):
     "Network from blocks (nodes a, nodes b, rate, latency, plane), each with a link in both directions for each pair."
     columns = [np.broadcast_arrays(*(np.asarray(value, float) for value in block)) for block in blocks]
     a, b, rate, latency, plane = (np.concatenate([column[i].ravel() for column in columns]) for i in range(5))
-    if not (np.isfinite(rate) & (rate > 0) & np.isfinite(latency) & (latency >= 0)).all():
-        raise ValueError(f'{name}: rates are finite and above 0 [B/s], latencies finite and 0 or more [s]')
+    right = np.isfinite(rate) & (rate > 0) & np.isfinite(latency) & (latency >= 0)
+    if not right.all():
+        raise ValueError(f'{name}: a link of {rate[~right][0]:g} B/s and {latency[~right][0]:g} s; give a finite rate above 0 and a finite latency of 0 or more')
     both = lambda one, other: np.concatenate([one, other])
     return Network(name, hosts, tuple(switches), both(a, b).astype(np.int32), both(b, a).astype(np.int32), both(rate, rate), both(latency, latency),
                    both(plane, plane).astype(np.int8), per_server)
@@ -492,7 +493,7 @@ def make_flows(src: np.ndarray, # int, sending cards
     real = [np.asarray(value, np.float64) for value in (nbytes, start)]
     src, dst, group, step, nbytes, start = (np.atleast_1d(value).copy() for value in np.broadcast_arrays(*whole, *real))
     if not (np.isfinite(nbytes) & (nbytes >= 0) & np.isfinite(start) & (start >= 0)).all():
-        raise ValueError('nbytes and start must be finite and 0 or more')
+        raise ValueError(f'nbytes {nbytes.min():g} to {nbytes.max():g} B, start {start.min():g} to {start.max():g} s; give finite numbers of 0 or more')
     if src.ndim != 1 or (group < 0).any():
         raise ValueError(f'flows are one-dimensional and groups 0 or more; got shape {src.shape}, lowest group {group.min(initial=0)}')
     return Flows(src, dst, nbytes, start, group, step)
@@ -1095,7 +1096,7 @@ def collective_steps(op: str, # 'all_reduce', 'reduce_scatter', 'all_gather' or 
     "What a collective sends, step by step."
     rows = np.atleast_2d(np.arange(ranks) if np.ndim(ranks) == 0 else np.asarray(ranks, np.int64))
     if rows.ndim != 2 or rows.size != len(np.unique(rows)):
-        raise ValueError('ranks are one row of cards per group, and every card stands once')
+        raise ValueError(f'ranks of shape {rows.shape}: give one row of cards per group, every card once')
     if not (0 <= nbytes < np.inf and chunk_bytes > 0):
         raise ValueError(f'nbytes={nbytes}, chunk_bytes={chunk_bytes}; give finite sizes, 0 or more and above 0 [B]')
     return _resolved(op, algorithm)(op, nbytes, rows, {'per_server': per_server, 'levels': levels, 'chunk_bytes': chunk_bytes})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['SLOT_US', 'CHUNK_BYTES', 'BASE_US', 'REGIMES', 'Fabric', 'leaf_spine', 'rail_optimised', 'fat_tree', 'Regime', 'PathResult', 'FabricEnv', 'run_episodes', 'plot_fabric', 'POLICIES', 'Policy', 'run_policy', 'static', 'ecmp', 'spray', 'wcmp', 'jsq', 'power_of_d', 'letflow', 'conga', 'drill', 'hula', 'reps', 'ucb', 'thompson', 'water_filling', 'soft_own', 'omniscient', 'pooled_env', 'Episode', 'record_episode', 'plot_episode', 'SPACE', 'TUNING_SEEDS', 'TEST_SEEDS', 'METRICS', 'LARGER', 'ARTICLE', 'tune', 'tuned', 'evaluate', 'summarise', 'paired', 'tune_all', 'evaluate_all', 'load_path_results', 'plot_policies', 'explore_paths', 'FEATURES', 'observe', 'PathEnv', 'path_net', 'learned', 'PathTraining', 'load_path_training', 'train', 'train_all', 'evaluate_learned', 'load_learned_results', 'compare_learned', 'plot_training', 'plot_learned', 'explore_training']
+__all__ = ['SLOT_US', 'CHUNK_BYTES', 'BASE_US', 'REGIMES', 'Fabric', 'leaf_spine', 'rail_optimised', 'fat_tree', 'Regime', 'PathResult', 'FabricEnv', 'run_episodes', 'plot_fabric', 'POLICIES', 'Policy', 'run_policy', 'static', 'ecmp', 'spray', 'wcmp', 'jsq', 'power_of_d', 'letflow', 'conga', 'drill', 'hula', 'reps', 'ucb', 'thompson', 'water_filling', 'soft_own', 'omniscient', 'pooled_env', 'Episode', 'record_episode', 'plot_episode', 'SPACE', 'TUNING_SEEDS', 'TEST_SEEDS', 'METRICS', 'LARGER', 'ARTICLE', 'tune', 'tuned', 'evaluate', 'summarise', 'paired', 'tune_all', 'evaluate_all', 'load_path_results', 'plot_policies', 'explore_paths', 'FEATURES', 'AGAIN', 'AGAIN_SEEDS', 'observe', 'PathEnv', 'path_net', 'learned', 'PathTraining', 'load_path_training', 'train', 'train_all', 'evaluate_learned', 'load_learned_results', 'compare_learned', 'plot_training', 'plot_learned', 'explore_training']
 
 # %% ../../nbs/comm/05_paths.ipynb #bdf5ff9f
 SLOT_US, CHUNK_BYTES, BASE_US = 20.0, 131072, 10.0 # length of a slot, size of a chunk, latency of an empty path
@@ -686,7 +686,7 @@ def plot_fabric(fabric: Fabric, # of `leaf_spine`
     colors = np.stack([0.1 + 0.75 * slow, 0.6 - 0.35 * slow, 0.7 * (1 - slow), 0.25 + 0.75 * slow], axis=1)
     ax.add_collection(LineCollection(at, linewidths=0.5 + 3.5 * slow, colors=colors))
     ax.set(yticks=[0, 1, 2], yticklabels=['sending\nleaves', 'spines', 'receiving\nleaves'], xticks=[], xlim=(-0.03, 1.03), ylim=(-0.05, 2.05),
-           title=f'{(wait_us > 100).sum()} of {2 * n} links queue for over 100 us, the worst for {wait_us.max():.0f} us')
+           title=f'{(wait_us > 100).sum()} of {2 * n} links queue > 100 us, worst {wait_us.max():.0f} us')
     ax.grid(False)
     return ax
 
@@ -1446,13 +1446,18 @@ def train_all(path: str, # NPZ file to write
     np.savez_compressed(path, **{f'{seed}/{name}': value for seed, part in parts for name, value in part.items()})
 
 
+AGAIN, AGAIN_SEEDS = replace(REGIMES['base'], name='base again'), tuple(range(8000, 8020)) # twenty more seeds, looked at once
+
+
 def evaluate_learned(path: str, # CSV file to write
                     ) -> None:
-    "Every trained net on the test seeds, in all regimes and on a larger fabric."
+    "Every trained net on the test seeds, in all regimes and on a larger fabric, and once more on fresh seeds."
     import pandas as pd
 
     nets = [replace(learned(load_path_training(seed).net), name=f'learned {seed}') for seed in (0, 1, 2)]
-    tables = [evaluate(nets, REGIMES), evaluate(nets, [LARGER], fabric=leaf_spine(12, 6, 12))]
+    def rivals(delay):
+        return [*nets, tuned('soft_own', delay), tuned('water_filling', delay)]
+    tables = [evaluate(nets, REGIMES), evaluate(nets, [LARGER], fabric=leaf_spine(12, 6, 12)), evaluate(rivals, [AGAIN], AGAIN_SEEDS)]
     pd.concat(tables).to_csv(path, index=False, float_format='%.4g')
 
 # %% ../../nbs/comm/05c_learning.ipynb #6c0b4741

@@ -421,7 +421,7 @@ def plot_links_table(topology: Topology, # at most 128 ranks
     from matplotlib.colors import LogNorm
 
     if topology.ranks > 128:
-        raise ValueError(f'{topology.ranks} ranks do not fit in one picture; at most 128')
+        raise ValueError(f'{topology.ranks} ranks do not fit in one picture; at most 128: draw a part, e.g. with_cards(cluster, 128)')
     ax, rate = new_axes(ax, figsize=(5.2, 3.6)), link_table(topology).bytes_per_s / 1e9
     between = rate[np.triu(np.ones_like(rate), 1) > 0]
     drawn = ax.imshow(np.where(np.eye(len(rate)), np.nan, rate), norm=LogNorm(between.min() / 1.01, between.max() * 1.01), cmap='viridis')
@@ -783,7 +783,7 @@ def plot_plan(plan: OptimalTopology, # at most 16 servers of 16 cards
              ) -> Axes:
     "Rings inside servers and the tree between them."
     if len(plan.servers) > 16 or max(map(len, plan.servers)) > 16:
-        raise ValueError(f'{len(plan.servers)} servers of {max(map(len, plan.servers))} cards do not fit in one picture; at most 16 x 16')
+        raise ValueError(f'{len(plan.servers)} servers of {max(map(len, plan.servers))} cards do not fit in one picture; at most 16 x 16: draw a part, e.g. with_cards(cluster, 128)')
     ax, spots = new_axes(ax, figsize=(7, 3.6)), _tidy(plan.tree)
     for parent, child in plan.tree.edges:
         (x, y), (u, v) = spots[parent], spots[child]
@@ -1150,7 +1150,7 @@ def explore_collective_cost() -> Live:
         inside, size, link = Inside(servers=servers, alpha=0.5e-6, beta=1 / 28e9), 2.0**log2_kib * 1024, (alpha_us * 1e-6, 1e-9 / port_gb_s)
         names = [name for name in settable(op, product) if name in algorithms(op)] if product != 'any' else None
         if names == []:
-            raise ValueError(f'HCCL_ALGO cannot choose anything for {op} on {product}')
+            raise ValueError(f'HCCL_ALGO cannot choose anything for {op} on {product}; choose another operation, or any product')
         ax = plot_costs(op, servers * cards, *link, size, inside=inside, among=names)
         chosen = best_algorithm(op, size, servers * cards, *link, inside=inside, among=names)
         line = hccl_algo_env(chosen, product).export if names else 'any library, double binary tree included'

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import ipywidgets as widgets
 from IPython.display import Image, display
+from traitlets import observe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,9 +139,22 @@ def _redraw(draw, values, image, message):
         message.value = f'<b style="color:#B00020">{escape(str(error))}</b>'
 
 # %% ../../nbs/core/04_viz.ipynb #4a8f36a2
+class _Dropdown(widgets.Dropdown):
+    "A drop-down that may hold None, which ipywidgets takes for nothing chosen and shows as an empty line."
+    @observe('value')
+    def _propagate_value(self, change):
+        if change['new'] is None and None in self._options_values:
+            self.index = self._options_values.index(None)
+        else:
+            super()._propagate_value(change)
+
+
 def _control(name, short, default):
     "A labelled widget from a widget, a range, a list of choices or a single value."
     made = short if isinstance(short, widgets.Widget) else widgets.interactive.widget_from_abbrev(short, default)
+    if type(made) is widgets.Dropdown and None in made._options_values:
+        at = made._options_values.index(default) if default in made._options_values else 0
+        made = _Dropdown(options=made.options, index=at, description=made.description)
     if made is None:
         raise TypeError(f'{name}={short!r} is no control; give a widget, (low, high), (low, high, step), a list or a bool')
     made.description = made.description or name.replace('_', ' ')

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ..comm.collectives import AllReduce, build_groups, by_server, close
+from ..comm.collectives import AllReduce, Groups, build_groups, by_server, close
 from .dispatch import ExpertGroups, build_expert_groups, combine, dispatch, expert_mlp, group_rank, group_size, reference_moe
 from .routing import route
 from ..pipeline.execute import Pipeline
@@ -99,10 +99,10 @@ def build_hybrid_groups(layout: Layout, # of all ranks, cp = 1
     if layout.cp > 1:
         raise ValueError(f'cp={layout.cp}: attention over a cut sequence is not built here; give cp=1')
     made = {}
-    for axis in ('tp', 'pp'):
+    for axis in ('tp', 'pp') if layout.tp > 1 else ('pp',):
         groups = [dist.new_group(ranks, sort_ranks=False, group_desc=axis) for ranks in layout.groups(axis)]
         made[axis] = next(group for group, ranks in zip(groups, layout.groups(axis)) if dist.get_rank() in ranks)
-    return HybridGroups(layout, made['tp'] if layout.tp > 1 else None, made['pp'], build_expert_groups(layout, cards_per_server))
+    return HybridGroups(layout, made.get('tp'), made['pp'], build_expert_groups(layout, cards_per_server))
 
 # %% ../../nbs/moe/03_hybrid.ipynb #5c5bf5e2
 @dataclass(frozen=True, eq=False)
@@ -393,6 +393,13 @@ class _Run:
         gc.collect() # the pipeline holds its group in circles
 
 # %% ../../nbs/moe/03_hybrid.ipynb #5dfc2570
+def _one_level(parts):
+    "The ranks of a flat all-reduce, in one group for data and control: `build_groups` makes four."
+    made = [dist.new_group(ranks, sort_ranks=False) for ranks in parts]
+    ranks, group = next((tuple(ranks), group) for ranks, group in zip(parts, made) if dist.get_rank() in ranks)
+    return Groups((ranks,), dist.get_rank(), (), (), (group,), group, 60.0)
+
+
 def _sum_together(parameters, reducer, key, dp):
     "One all-reduce for many gradients."
     flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
@@ -410,7 +417,7 @@ class GradientSync(_Sums):
                  bits: int | None = None, # 8: what tp or ep cuts travels as INT8 with error feedback
                 ):
         layout = self.layout = groups.layout
-        made = lambda axis: build_groups(parts=by_server(layout.groups(axis), cards_per_server or layout.world), depth=1)
+        made = lambda axis: build_groups(parts=by_server(layout.groups(axis), cards_per_server), depth=1) if cards_per_server else _one_level(layout.groups(axis))
         mode = 'hierarchical' if cards_per_server else 'flat'
         self.reducers = {axis: AllReduce(made(axis), mode, None if axis == 'tp-dp' else bits, chunk_bytes=1 << 20) for axis in ('dp', 'tp-dp', 'edp')}
 

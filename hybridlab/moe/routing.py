@@ -619,7 +619,7 @@ def imbalance(counts: np.ndarray, # [E] choices of each expert before dropping, 
     if n.ndim != 1 or not n.size or (n < 0).any() or not np.isfinite(n).all():
         raise ValueError(f'counts of shape {n.shape}; give one number, 0 or more, per expert; for several layers see layer_percentiles')
     if ep < 1 or n.size % ep:
-        raise ValueError(f'ep={ep} does not divide {n.size} experts')
+        raise ValueError(f'ep={ep} does not divide {n.size} experts; valid here: {", ".join(str(size) for size in range(1, n.size + 1) if n.size % size == 0)}')
     E, total, share = n.size, max(n.sum(), 1), n[n > 0] / max(n.sum(), 1)
     ranks, kept = n.reshape(ep, -1).sum(axis=1), n if capacity is None else np.minimum(n, capacity)
     return Imbalance(

@@ -16,13 +16,13 @@ from ..spec.layout import Layout, TrainSpec
 from ..spec.model import ModelSpec
 
 # %% auto #0
-__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'TINY', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'LAYERS', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'PAIRS', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing']
+__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'LAYERS', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'PAIRS', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing']
 
 # %% ../../nbs/plan/06_calibrate.ipynb #68711a69
 KINDS = { # kind of a measurement: what its size means
     'product': 'rows, columns, depth', 'copy': 'bytes', 'launch': 'operations', 'update': 'numbers', 'attention': 'heads x sequences, tokens, width',
     'dense': 'samples, tokens, hidden, tp', 'moe': 'samples, tokens, hidden, ep', 'hop': 'bytes', 'all_to_all': 'ranks, bytes',
-    'sum': 'ranks, bytes', 'sum8': 'ranks, bytes', 'step': 'pipeline ranks, micro-batches', 'busy': 'ranks at work'}
+    'sum': 'ranks, bytes', 'sum8': 'ranks, bytes', 'step': 'pipeline ranks, micro-batches, samples, tokens, hidden', 'busy': 'ranks at work'}
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,7 @@ def _exchanges(device, grow):
 
 # %% ../../nbs/plan/06_calibrate.ipynb #3bf0a5b4
 SUMS = (2**12, 2**21) # [B]
-STEPS = (1, 2), (2, 2), (2, 8) # ranks in a pipeline, micro-batches
-TINY = 32, 2, 16 # hidden, layers, tokens
+STEPS = (1, 2, 1, 16, 32), (2, 2, 1, 16, 32), (2, 8, 1, 16, 32) # ranks in a pipeline, micro-batches, samples, tokens, hidden
 
 
 def _sums(device, grow):
@@ -181,12 +180,12 @@ def _steps(device, grow):
     import torch.distributed as dist
     from hybridlab.moe.hybrid import HybridTrainer, whole_stages
 
-    world, (hidden, layers, tokens) = dist.get_world_size(), TINY
-    for p, m in ((p, m) for p, m in STEPS if world % p == 0):
+    world = dist.get_world_size()
+    for p, m, samples, tokens, hidden in (size for size in STEPS if world % size[0] == 0):
         layout = Layout(world, tp=1, pp=p)
-        trainer = HybridTrainer(layout, make_schedule('1f1b', p, m), whole_stages(['EttL'] if p == 1 else ['Et', 'tL'], 8, hidden, 1, tokens), (1, tokens))
-        batch, optimizer = torch.zeros(2, layout.dp * m, tokens, dtype=torch.int64), torch.optim.AdamW(trainer.parameters, fused=True)
-        yield 'step', (p, m), lambda: (trainer.step(*batch), optimizer.step())
+        trainer = HybridTrainer(layout, make_schedule('1f1b', p, m), whole_stages(['EttL'] if p == 1 else ['Et', 'tL'], 8, hidden, hidden // 32, tokens), (samples, tokens))
+        batch, optimizer = torch.zeros(2, layout.dp * m * samples, tokens, dtype=torch.int64), torch.optim.AdamW(trainer.parameters, fused=True)
+        yield 'step', (p, m, samples, tokens, hidden), lambda: (trainer.step(*batch), optimizer.step())
         trainer.close()
 
 # %% ../../nbs/plan/06_calibrate.ipynb #6217674f
@@ -400,7 +399,7 @@ def probe_seconds(probe: Probe, # kind and size
     if probe.kind in ('copy', 'launch'):
         return 2 * probe.size[0] / cluster.device.hbm_bytes_per_s if probe.kind == 'copy' else calibration.launch_s
     if probe.kind in ('hop', 'all_to_all', 'step'):
-        return _tiny_step(probe, calibration).total if probe.kind == 'step' else float(_sent(probe, cluster, e))
+        return _measured_step(probe, calibration).total if probe.kind == 'step' else float(_sent(probe, cluster, e))
     if probe.kind in ('sum', 'sum8'):
         return calibration.own.seconds(probe.kind, *probe.size)
     return float(_computed(probe, cluster, e)) + (_besides(probe.kind, calibration.own, *probe.size) if probe.kind in LAYERS else 0.0)
@@ -558,19 +557,24 @@ def predict_step(calibration: Calibration, # of the machine
     even = stages.sum(axis=0).mean() / stages.sum(axis=0).max() # work of a mean rank over that of the busiest
     parts = report.parts | {name: report.parts[name] * even for name in WORK}
     sent, rest = _sent_in_layers(own, model, layout, train), _layer_rest(own, model, layout, train)
-    more = (sum(seconds - parts[axis] / m for axis, seconds in sent.items()) + rest) / 3
-    schedule = make_schedule(strategies.kind, p, m, strategies.chunks)
-    chunks, number = (stages + more)[:, list(schedule.placement)] * p / schedule.stages, np.arange(schedule.stages)
-    chunks[:2] += hop / 2 * ((number > 0) + (number < schedule.stages - 1.0)) # half of a hop to send, half to receive
-    bubble = shared_makespan(schedule, chunks, layout.world // p, calibration.cores) - m * chunks.sum() / p
-    parts |= {axis: m * seconds for axis, seconds in sent.items()} | {'vector': parts['vector'] + m * rest, 'pp': 2 * m * hop * (schedule.stages - 1) / p, 'bubble': max(0.0, bubble),
-              'dp': _gradient_sums(own, model, layout, train)}
-    return replace(report, parts=parts, stage_seconds=tuple(chunks.sum(axis=0).tolist()))
+    stages = stages + (rest + sum(sent.values()) - (parts['tp'] + parts['ep']) / m) / 3 # own seconds instead of the planner's
+    makespan, busy = _shared(calibration, make_schedule(strategies.kind, p, m, strategies.chunks), stages, hop, layout.world // p)
+    parts |= {axis: m * seconds for axis, seconds in sent.items()} | {'vector': parts['vector'] + m * rest, 'dp': _gradient_sums(own, model, layout, train)}
+    parts |= {'pp': busy - m * stages.sum() / p, 'bubble': max(0.0, makespan - busy)}
+    return replace(report, parts=parts, stage_seconds=tuple(stages.sum(axis=0).tolist()))
+
+# %% ../../nbs/plan/06a_fit.ipynb #73475b63
+def _shared(calibration, schedule, stages, hop, ranks_per_stage):
+    "Length of a step, and the work of a mean rank in it: half of a hop to send, half to receive."
+    number = np.arange(schedule.stages)
+    chunks = stages[:, list(schedule.placement)] * schedule.ranks / schedule.stages
+    chunks[:2] += hop / 2 * ((number > 0) + (number < schedule.stages - 1.0))
+    return shared_makespan(schedule, chunks, ranks_per_stage, calibration.cores), schedule.microbatches * chunks.sum() / schedule.ranks
 
 
-def _tiny_step(probe, calibration):
-    (p, m), world, (hidden, layers, tokens) = probe.size, calibration.cluster.cards, TINY
-    return predict_step(calibration, hybrid_model(hidden, layers, 8, tokens, 1), Layout(world, tp=1, pp=p), hybrid_train(tokens, world // p * m))
+def _measured_step(probe, calibration):
+    (p, m, samples, tokens, hidden), world = probe.size, calibration.cluster.cards
+    return predict_step(calibration, hybrid_model(hidden, 2, 8, tokens, hidden // 32), Layout(world, tp=1, pp=p), hybrid_train(tokens, world // p * m * samples, samples))
 
 # %% ../../nbs/plan/06a_fit.ipynb #f3cdd06e
 VENDOR = {'cpu': 'cpu', 'npu': 'ascend', 'cuda': 'nvidia'}
@@ -636,7 +640,7 @@ def load_calibration(name: str, # of the cluster
     tables = tomllib.loads(Path(path).read_text(encoding='utf-8')).get('calibration', {})
     if name not in tables:
         raise ValueError(f'{path} has no table [calibration.{name}]; it was not written by save_cluster. load_cluster and load_efficiency read the rest')
-    own = {key: tuple(value) for key, value in tables[name].items() if key in TERMS}
+    own = {key: tuple(value) if key in TERMS else value for key, value in tables[name].items() if key in Own.__dataclass_fields__}
     return Calibration(cluster, Own(**own), tables[name]['cores'], tables[name]['launch_s'])
 
 # %% ../../nbs/plan/06a_fit.ipynb #b93839e9
