@@ -15,7 +15,7 @@ setup(
     license='Apache-2.0', author=cfg['author'], author_email=cfg['author_email'], url=cfg['git_url'],
     long_description=(here / 'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     packages=[*find_packages(include=['hybridlab', 'hybridlab.*']), 'hybridlab.data'], package_dir={'hybridlab.data': 'data'},
-    package_data={'hybridlab.data': ['*.toml', '*.csv', '*.json', '*.md']},
+    package_data={'hybridlab.data': ['*.toml', '*.csv', '*.json', '*.md', '*.npz']},
     install_requires=cfg['requirements'].split(),
     extras_require={key.removesuffix(suffix): cfg[key].split() for key in cfg if key.endswith(suffix)},
     # The nbdev entry point is what turns a backticked name in prose into a link.

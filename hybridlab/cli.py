@@ -67,7 +67,8 @@ def _test(args):
     runner = _module('nbdev')[0], '-c', 'from nbdev.test import nbdev_test; nbdev_test()'
     notebooks = _call(*runner, '--n_workers', '2', '--do_print', cwd=root, OMP_NUM_THREADS='1')
     console.rule('pytest')
-    tests = _call(*_module('pytest'), *args.rest, cwd=root)
+    spread = '-n', '2', '--dist', 'loadfile' # a file stays whole: its tests share a site, a JupyterLab, a wheel
+    tests = _call(*_module('pytest'), *spread, *args.rest, cwd=root, OMP_NUM_THREADS='1')
     if notebooks:
         console.print('The notebooks failed, see above.', style='bold red')
     return notebooks or tests

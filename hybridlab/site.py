@@ -229,11 +229,10 @@ def _stage_settings(root, stage):
     (stage / 'nbdev.yml').write_text(json.dumps({'website': website}), 'utf-8') # JSON is YAML
 
 
-def _clear(out):
-    "Removes a folder that holds a site; refuses any other."
+def _check_ours(out):
+    "Refuses a folder that holds anything but a site."
     if out.exists() and any(out.iterdir()) and not (out / 'site_libs').is_dir():
         raise ValueError(f'{out} holds files that are no site of ours. Choose an empty folder.')
-    shutil.rmtree(out, ignore_errors=True)
 
 # %% ../nbs/site.ipynb #9e7f1092
 def build_docs(root: Path | str, # top folder of the checkout
@@ -245,6 +244,7 @@ def build_docs(root: Path | str, # top folder of the checkout
     from smalldocs.site import build
 
     root, out = Path(root).resolve(), Path(out or Path(root) / '_docs').resolve()
+    _check_ours(out) # before minutes of drawing
     if repaired := repair_index_link(root):
         print(repaired)
     public = _public(root)
@@ -257,7 +257,7 @@ def build_docs(root: Path | str, # top folder of the checkout
         rendered = build(stage, quiet=True).out
         for page in track(sorted(rendered.rglob('*.html')), 'Writing pages    '):
             page.write_text(finish_page(page.read_text('utf-8'), page.relative_to(rendered).as_posix(), read_settings(root)), 'utf-8')
-        _clear(out)
+        shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(rendered, out)
     raise_errors([finding for finding in check_site(out) if finding.code == 'site.link'], f'site in {out}')
     return out

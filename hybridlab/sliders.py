@@ -33,7 +33,7 @@ CHOICES = widgets.SelectionSlider, widgets.Dropdown, widgets.ToggleButtons, widg
 
 
 def _near(values, kept, most):
-    "At most so many of the values, spread evenly, with the kept one and both ends among them."
+    "At most so many of the values, spread evenly, with the kept one among them, and both ends where three fit."
     ends, at = {0, len(values) - 1}, values.index(kept)
     places = {round(place) for place in np.linspace(0, len(values) - 1, min(most, len(values)))}
     if at not in places:
@@ -57,9 +57,8 @@ def control_stops(control: widgets.Widget, # one control of a `Live`
     values = [control.base**place for place in places] if isinstance(control, widgets.FloatLogSlider) else places.tolist()
     kept = min(values, key=lambda value: abs(value - control.value))
     whole = isinstance(control.value, int)
-    exact = lambda value: control.value if value == kept else int(value) if whole else float(value) # a step of 0.1 is none
-    label = lambda value: f'{int(value):,}' if whole else f'{value:.4g}'
-    return [(label(value), exact(value)) for value in _near(values, kept, most)]
+    exact = [control.value if value == kept else int(value) if whole else float(value) for value in _near(values, kept, most)] # three steps of 0.1 are not 0.3
+    return [(f'{value:,}' if whole else f'{value:.4g}', value) for value in exact]
 
 # %% ../nbs/sliders.ipynb #3bdd622c
 def _frame(widget, values):

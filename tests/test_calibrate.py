@@ -20,7 +20,7 @@ CARD = {'vendor': 'cpu', 'cores': 1, 'hbm_bytes': 2**31, 'usable_bytes': 2**31}
 CONSTANTS = NOTHING | {'matrix': 0.9, 'tile': 900.0, 'depth': 4.0, 'memory': 0.5, 'attention': 0.3, 'attention_depth': 40.0, 'kernel_s': 4e-5, 'micro_s': 4e-3, 'step_s': 2e-2,
                        'call_s': 3e-4, 'inside': 0.7, 'between': 0.7}
 LINK = LinkSpec(name='inside', shape='switch', span=8, bytes_per_s=1.5e9, alpha=2e-4)
-OWN = Own(sum=(3e-3, 1e-3, 4e-9, 2e-9), sum8=(4e-3, 1e-3, 5e-9, 3e-9), pair=(1e-3, 5e-4, 2e-9), exchange=(2e-3, 6e-4, 3e-9), dense=(0.0, 1e-7), moe=(3e-3, 2e-7))
+OWN = Own(sum=(3e-3, 1e-3, 4e-9, 2e-9), sum8=(4e-3, 1e-3, 5e-9, 3e-9), pair=(1e-3, 5e-4, 2e-9), exchange=(2e-3, 6e-4, 3e-9), ends=(4e-3, 1e-3, 5e-9), dense=(0.0, 1e-7), moe=(3e-3, 2e-7))
 TRUTH = Calibration(ClusterSpec(name='made', cards_per_server=8, servers=1, links=(LINK, replace(LINK, name='between', span=0)), device=DeviceSpec(
     name='made-rank', flops={'fp32': 2.4e10}, hbm_bytes_per_s=2e10, alignment={'fp32': 1}, efficiency=CONSTANTS, **CARD)), OWN, cores=2, launch_s=5e-6)
 
@@ -31,7 +31,7 @@ def sizes():
     yield from (('attention', size) for size in ATTENTIONS)
     yield from [('launch', (1,)), ('update', (UPDATE,)), ('copy', (2**20,)), *(('hop', (nbytes,)) for nbytes in MESSAGES)]
     yield from ((kind, (*block, 1)) for kind in ('dense', 'moe') for block in BLOCKS)
-    yield from ((kind, (*block, ranks)) for kind in ('dense', 'moe') for block in CUT for ranks in (2, 4))
+    yield from ((kind, (*block, ranks)) for kind in ('dense', 'moe', 'ends') for block in CUT for ranks in (2, 4))
     yield from (('all_to_all', (ranks, nbytes)) for ranks in (2, 4) for nbytes in MESSAGES)
     yield from ((kind, (ranks, nbytes)) for kind in ('sum', 'sum8') for ranks in (2, 4, 8) for nbytes in SUMS)
     yield from [*(('step', size) for size in STEPS), *(('busy', (ranks,)) for ranks in (1, 2, 4, 8))]

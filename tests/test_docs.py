@@ -48,21 +48,35 @@ def test_hidden_cells_and_imports_stay_out(docs):
         assert '#| ' not in re.sub(r'(?s)<pre.*?</pre>|<code.*?</code>', '', (docs / page).read_text('utf-8'))
 
 
-@pytest.mark.parametrize('harm, code', [
-    (lambda page: page.unlink(), 'site.page'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<a href="../nowhere.html">x</a></main>')), 'site.link'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<a href="#nowhere">x</a></main>')), 'site.link'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<img src="nowhere.png"></main>')), 'site.link'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<p style="background: url(//example.org/x.png)"></main>')), 'site.load'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<script>import("https://example.org/x.js")</script></main>')), 'site.load'),
-    (lambda page: (page.parent.parent / 'extra.css').write_text('@import "https://example.org/x.css";'), 'site.load'),
-    (lambda page: page.write_text(page.read_text().replace('</main>', '<p>\\(x\\)</p></main>')), 'site.formula'),
-    (lambda page: page.write_text(page.read_text().replace('id="did_you_mean"', '')), 'site.name'),
-])
-def test_every_kind_of_damage_is_found(docs, tmp_path, harm, code):
+HARMS = [ # what is done to a page, code of the finding, its words; every harm has a page of its own
+    (lambda page: page.unlink(), 'site.page', 'missing'),
+    (lambda page: add(page, '<a href="../nowhere.html">x</a>'), 'site.link', 'nowhere.html leads to no file'),
+    (lambda page: add(page, '<a href="#nowhere">x</a>'), 'site.link', '#nowhere leads to no anchor'),
+    (lambda page: add(page, '<img src="nowhere.png">'), 'site.link', 'nowhere.png leads to no file'),
+    (lambda page: add(page, '<p style="background: url(//example.org/x.png)">'), 'site.load', '//example.org/x.png'),
+    (lambda page: add(page, '<script>import("https://example.org/x.js")</script>'), 'site.load', 'https://example.org/x.js'),
+    (lambda page: add(page, '<p>\\(x\\)</p>'), 'site.formula', '\\('),
+    (lambda page: add(page, f'<!--{"x" * site.MOST_BYTES}-->'), 'site.size', 'exceed 1.5 MB'),
+]
+
+
+def add(page, text):
+    page.write_text(page.read_text('utf-8').replace('</main>', f'{text}</main>'), 'utf-8')
+
+
+def test_every_kind_of_damage_is_found(docs, tmp_path):
     copy = shutil.copytree(docs, tmp_path / 'site')
-    harm(copy / 'core' / 'findings.html')
-    assert code in {finding.code for finding in site.check_site(copy)}
+    harmed = dict(zip((address for address in addresses() if address.count('/') == 1 and address != 'core/findings.html'), HARMS))
+    for address, (harm, *_) in harmed.items():
+        harm(copy / address)
+    page = copy / 'core' / 'findings.html'
+    page.write_text(page.read_text('utf-8').replace('id="did_you_mean"', ''), 'utf-8')
+    (copy / 'extra.css').write_text('@import "https://example.org/x.css";')
+    found = site.check_site(copy)
+    expected = [(address, code, words) for address, (_, code, words) in harmed.items()]
+    for where, code, words in [*expected, ('core/findings.html', 'site.name', 'did_you_mean'), ('extra.css', 'site.load', 'https://example.org/x.css')]:
+        assert any((one.where, one.code) == (where, code) and words in one.message for one in found), (where, code, words)
+    assert len(harmed) == len(HARMS)
 
 
 def test_a_link_to_another_site_and_a_price_are_no_damage(docs, tmp_path):

@@ -88,7 +88,7 @@ def open_threads():
 def results():
     def on_rank():
         torch.set_num_threads(1)
-        return {'gradients': {name: compare(name) for name in LAYOUTS}, 'plain': train(None, 15), 'int8': train(8, 15), 'sums': quantized_sums(), 'threads': open_threads()}
+        return {'gradients': {name: compare(name) for name in LAYOUTS}, 'plain': train(None, 10), 'int8': train(8, 10), 'sums': quantized_sums(), 'threads': open_threads()}
     return run(on_rank, world_size=8, timeout_s=400)
 
 
@@ -105,7 +105,7 @@ def losses_of(results, key):
 
 
 def test_loss_curves_lie_on_each_other(results):
-    wanted, _ = alone(*LAYOUTS['tp2 pp2 ep2'], steps=15)
+    wanted, _ = alone(*LAYOUTS['tp2 pp2 ep2'], steps=10)
     assert losses_of(results, 'plain') == pytest.approx(wanted, rel=1e-4)
 
 

@@ -1243,7 +1243,7 @@ _gym = import_module('gymnasium') if find_spec('gymnasium') else None
 class _OneServer(_gym.Env if _gym else object):
     def __init__(self, others=None, **options):
         if _gym is None:
-            raise ImportError('PathEnv needs gymnasium. Fix: pip install gymnasium')
+            raise ImportError("PathEnv needs gymnasium. Fix: pip install 'hybridlab[lab]'")
         self.env, self.others = FabricEnv(envs=1, **options), others or (lambda env: np.ones(env.shape))
         self.action_space = _gym.spaces.Box(0.0, 1.0, (self.env.fabric.paths,), np.float32)
         self.observation_space = _gym.spaces.Box(0.0, 1e6, (self.env.fabric.paths, len(FEATURES)), np.float32)
@@ -1487,16 +1487,15 @@ def compare_learned(results: pd.DataFrame, # from `load_learned_results`
 
 # %% ../../nbs/comm/05c_learning.ipynb #98aed4c2
 @style()
-def plot_training(training: PathTraining | None, # from `train`; None before the first round
+def plot_training(training: PathTraining, # from `train`
                   ax: Axes | None = None, # draw here; None makes a new figure
                  ) -> Axes:
     "Mean cost of an action over the rounds, by lesson, since near failure costs more than a light day."
-    ax, curve = new_axes(ax), np.array(training.curve if training else [])
-    for number, (regime, delay) in enumerate(_LESSONS):
-        rounds = np.arange(number, len(curve), len(_LESSONS))
-        ax.plot(rounds + 1, curve[rounds], marker='.', color=CYCLE[number], label=f'{regime}, {delay} us')
-    title = f'{len(curve)} rounds, {training.slots:,} slots' if training else 'Press train'
-    ax.set(xlabel='round', ylabel='cost per action', title=title, **({'yscale': 'log'} if len(curve) else {}))
+    ax, curve = new_axes(ax), np.array(training.curve)
+    for color, lesson in zip(CYCLE, dict.fromkeys(_LESSONS)):
+        rounds = np.array([number for number in range(len(curve)) if _LESSONS[number % len(_LESSONS)] == lesson], dtype=int)
+        ax.plot(rounds + 1, curve[rounds], marker='.', color=color, label='{}, {} us'.format(*lesson))
+    ax.set(xlabel='round', ylabel='cost per action', yscale='log', title=f'{len(curve)} rounds, {training.slots:,} slots')
     legend_outside(ax)
     return ax
 
@@ -1513,6 +1512,7 @@ def plot_learned(comparison: pd.DataFrame, # from `compare_learned`
         at = np.arange(len(rows)) + 0.24 * (number - 0.5)
         ax.errorbar(rows.change, at, xerr=[rows.change - rows.low, rows.high - rows.change], fmt='os'[number], color=CYCLE[number], markersize=4, label=metric)
     ax.axvline(0, color='black', linewidth=0.8)
+    ax.invert_yaxis()
     better = int((comparison[comparison.metric == 'p99'].high < 0).sum())
     ax.set(yticks=range(len(settings)), yticklabels=[f'{regime}, {delay:g} us' for _, regime, delay in settings], xlabel='change against soft_own [%]',
            title=f'p99 of chunks is better in {better} of {len(settings)} settings')
@@ -1543,7 +1543,7 @@ def explore_training(rounds: int = 90, # rounds to train at most
         if train and not (state['thread'] and state['thread'].is_alive()):
             state['thread'] = Thread(target=work, daemon=True)
             state['thread'].start()
-        return plot_training(state['run'])
+        return plot_training(state['run'] or load_path_training())
 
     panel = live(draw, train=ToggleButton(description='train', value=False))
     return panel

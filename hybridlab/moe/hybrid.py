@@ -397,7 +397,7 @@ def _one_level(parts):
     "The ranks of a flat all-reduce, in one group for data and control: `build_groups` makes four."
     made = [dist.new_group(ranks, sort_ranks=False) for ranks in parts]
     ranks, group = next((tuple(ranks), group) for ranks, group in zip(parts, made) if dist.get_rank() in ranks)
-    return Groups((ranks,), dist.get_rank(), (), (), (group,), group, 60.0)
+    return Groups((ranks,), dist.get_rank(), (group,), (group,), (group,), group, 60.0)
 
 
 def _sum_together(parameters, reducer, key, dp):

@@ -16,12 +16,12 @@ from ..spec.layout import Layout, TrainSpec
 from ..spec.model import ModelSpec
 
 # %% auto #0
-__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'LAYERS', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'PAIRS', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing']
+__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'LAYERS', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing']
 
 # %% ../../nbs/plan/06_calibrate.ipynb #68711a69
 KINDS = { # kind of a measurement: what its size means
     'product': 'rows, columns, depth', 'copy': 'bytes', 'launch': 'operations', 'update': 'numbers', 'attention': 'heads x sequences, tokens, width',
-    'dense': 'samples, tokens, hidden, tp', 'moe': 'samples, tokens, hidden, ep', 'hop': 'bytes', 'all_to_all': 'ranks, bytes',
+    'dense': 'samples, tokens, hidden, tp', 'moe': 'samples, tokens, hidden, ep', 'ends': 'samples, tokens, hidden, tp', 'hop': 'bytes', 'all_to_all': 'ranks, bytes',
     'sum': 'ranks, bytes', 'sum8': 'ranks, bytes', 'step': 'pipeline ranks, micro-batches, samples, tokens, hidden', 'busy': 'ranks at work'}
 
 
@@ -82,7 +82,7 @@ def _moves(device, grow):
 # %% ../../nbs/plan/06_calibrate.ipynb #fa4bfe1c
 BLOCKS = (2, 16, 32), (2, 64, 128), (4, 64, 256) # samples, tokens, hidden
 CUT = BLOCKS[1:] # of these, what is also measured in parts
-EXPERTS = 4
+EXPERTS, WORDS = 4, 104
 
 
 def _layer(samples, tokens, hidden, experts, groups, device):
@@ -100,6 +100,22 @@ def _layer(samples, tokens, hidden, experts, groups, device):
     return call
 
 # %% ../../nbs/plan/06_calibrate.ipynb #4c1b81cd
+def _ends(samples, tokens, hidden, groups, device):
+    "Embedding, head and loss, whose vocabulary is cut."
+    torch = load_torch()
+    from hybridlab.moe.hybrid import EmbeddingPart, HeadPart, vocabulary_loss, whole_stages
+
+    whole = whole_stages(['EL'], WORDS, hidden, 1, tokens)[0]
+    first, last, loss = EmbeddingPart(whole[0], groups).to(device), HeadPart(whole[1], groups).to(device), vocabulary_loss(groups.tp)
+    words = torch.randint(WORDS, (samples, tokens), device=device)
+
+    def call():
+        for parameter in (*first.parameters(), *last.parameters()):
+            parameter.grad = None
+        loss(last(first(words)), words).backward()
+    return call
+
+
 def _layers(device, grow):
     import torch.distributed as dist
     from hybridlab.moe.dispatch import ExpertGroups
@@ -112,6 +128,8 @@ def _layers(device, grow):
             for samples, tokens, hidden in CUT if ranks > 1 else BLOCKS:
                 size = samples, grow * tokens, grow * hidden
                 yield kind, (*size, ranks), _layer(*size, EXPERTS * (kind == 'moe'), groups, device)
+                if kind == 'dense' and ranks > 1:
+                    yield 'ends', (*size, ranks), _ends(*size, groups, device)
             release((groups.tp, groups.pp, *vars(groups.experts).values()) if ranks > 1 else ())
 
 # %% ../../nbs/plan/06_calibrate.ipynb #2ecd7447
@@ -294,11 +312,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% ../../nbs/plan/06a_fit.ipynb #34ca9b0e
-LAYERS = {'dense': 'pair', 'moe': 'exchange'} # kind of layer: what it sends when it is cut
+LAYERS = 'dense', 'moe'
+SENT = {'dense': 'pair', 'moe': 'exchange', 'ends': 'ends'} # kind of layer: what it sends when it is cut
 _SUM = lambda ranks, nbytes: (1.0, ranks - 1.0, nbytes, nbytes * (ranks - 1) / ranks)
 _SENT = lambda ranks, nbytes: (1.0, ranks - 1.0, nbytes)
 _LAYER = lambda samples, tokens, hidden: (1.0, samples * tokens * hidden)
-TERMS = {'sum': _SUM, 'sum8': _SUM, 'pair': _SENT, 'exchange': _SENT, 'dense': _LAYER, 'moe': _LAYER} # kind: terms of its size
+TERMS = {'sum': _SUM, 'sum8': _SUM, 'pair': _SENT, 'exchange': _SENT, 'ends': _SENT, 'dense': _LAYER, 'moe': _LAYER} # kind: terms of its size
 
 
 @dataclass(frozen=True)
@@ -308,6 +327,7 @@ class Own:
     sum8: tuple[float, ...] = (0.0,) * 4 # the same in INT8
     pair: tuple[float, ...] = (0.0,) * 3 # of an all-gather and a reduce-scatter around two matrices
     exchange: tuple[float, ...] = (0.0,) * 3 # of dispatch and combine of a layer, both passes
+    ends: tuple[float, ...] = (0.0,) * 3 # of embedding, head and loss whose vocabulary is cut
     dense: tuple[float, ...] = (0.0,) * 2 # of a layer besides what `plan.cost` counts, both passes
     moe: tuple[float, ...] = (0.0,) * 2 # of a layer with experts, likewise
 
@@ -364,19 +384,20 @@ def _computed(probe, cluster, e):
         return sum(attention_seconds(work | {'attention_flops': 2.0 * sequences * tokens**2 * width, 'scores_batch': np.zeros(1)}, e))[0]
     samples, tokens, hidden, ranks = size
     moe = probe.kind == 'moe'
-    model, train = hybrid_model(hidden, 1, 8, tokens, max(1, hidden // 32), EXPERTS * moe), hybrid_train(tokens, samples * (ranks if moe else 1), samples)
+    model, train = hybrid_model(hidden, 1, WORDS, tokens, max(1, hidden // 32), EXPERTS * moe), hybrid_train(tokens, samples * (ranks if moe else 1), samples)
     layout = Layout(ranks, tp=1 if moe else ranks, pp=1, ep=ranks if moe else 1, etp=1)
     seconds = layer_seconds(step_work(model, cluster, Strategies.of(layout, train), train), e)[0]
-    return np.delete(seconds, [PASSES.index('tp'), PASSES.index('ep')], axis=1).sum(axis=(0, 1))[int(moe), 0] # what it sends is in `Own`
+    by_kind = np.delete(seconds, [PASSES.index('tp'), PASSES.index('ep')], axis=1).sum(axis=(0, 1))[:, 0] # what it sends is in `Own`
+    return by_kind[2:].sum() if probe.kind == 'ends' else by_kind[int(moe)]
 
 # %% ../../nbs/plan/06a_fit.ipynb #a97b6e0c
-CALLS = {'dense': 4, 'moe': 1} # kind of layer: how often it sends what `LAYERS` names, both passes
+CALLS = {'dense': 4, 'moe': 1, 'ends': 1} # kind of layer: how often it sends what `SENT` names, both passes
 
 
 def _besides(kind, own, samples, tokens, hidden, ranks):
     "What a layer takes besides what `plan.cost` counts, and what it sends."
-    cut = tokens / ranks if kind == 'dense' else tokens
-    return own.seconds(kind, samples, cut, hidden) + (ranks > 1) * CALLS[kind] * own.seconds(LAYERS[kind], ranks, 4 * samples * tokens * hidden)
+    rest = own.seconds(kind, samples, tokens / ranks if kind == 'dense' else tokens, hidden) if kind in LAYERS else 0.0
+    return rest + (ranks > 1) * CALLS[kind] * own.seconds(SENT[kind], ranks, 4 * samples * tokens * hidden)
 
 
 def _sent(probe, cluster, e):
@@ -402,7 +423,7 @@ def probe_seconds(probe: Probe, # kind and size
         return _measured_step(probe, calibration).total if probe.kind == 'step' else float(_sent(probe, cluster, e))
     if probe.kind in ('sum', 'sum8'):
         return calibration.own.seconds(probe.kind, *probe.size)
-    return float(_computed(probe, cluster, e)) + (_besides(probe.kind, calibration.own, *probe.size) if probe.kind in LAYERS else 0.0)
+    return float(_computed(probe, cluster, e)) + (_besides(probe.kind, calibration.own, *probe.size) if probe.kind in SENT else 0.0)
 
 # %% ../../nbs/plan/06a_fit.ipynb #462521f3
 START = {'matrix': 0.9, 'tile': 1e3, 'depth': 3.0, 'memory': 0.5, 'attention': 0.3, 'attention_depth': 30.0, 'kernel_s': 3e-5} # constant: first guess
@@ -461,8 +482,8 @@ def fit_calibration(probes: Sequence[Probe], # from `measure`
     if missing:
         raise ValueError(f'no measurement of {", ".join(missing)}; give all that `measure` returns, of 2 ranks or more')
     found = _least(START, _with_constants, _raw(probes, name, device, ranks, cores), ('product', 'attention', 'update', 'dense'))
-    for kind in LAYERS:
-        found = _with_sent(_with_layer(found, kind), kind)
+    for kind in SENT:
+        found = _with_sent(_with_layer(found, kind) if kind in LAYERS else found, kind)
     return _with_host(_least(LINK, _with_link, found, ('hop', 'all_to_all')))
 
 # %% ../../nbs/plan/06a_fit.ipynb #b2046b25
@@ -474,7 +495,7 @@ def _with_layer(found, kind):
 def _with_sent(found, kind):
     rows = [((ranks, 4 * samples * tokens * hidden), probe.seconds / CALLS[kind], probe_seconds(probe, found) / CALLS[kind])
             for probe in found.probes if probe.kind == kind for samples, tokens, hidden, ranks in [probe.size] if ranks > 1]
-    return replace(found, own=replace(found.own, **{LAYERS[kind]: _linear(LAYERS[kind], rows)}))
+    return replace(found, own=replace(found.own, **{SENT[kind]: _linear(SENT[kind], rows)}))
 
 
 def _with_host(found):
@@ -521,14 +542,11 @@ def shared_makespan(schedule: Schedule, # of one pipeline, one copy of the model
 
 # %% ../../nbs/plan/06a_fit.ipynb #cc6fd2b0
 WORK = (*PASSES, 'recompute', 'host') # parts of a step that a rank works on in every micro-batch
-PAIRS = {'dense': 4, 'moe': 2, 'embedding': 1, 'head': 1.5} # all-gathers with their reduce-scatters, both passes; the loss has two small sums
-
-
 def _sent_in_layers(own, model, layout, train):
-    "Seconds of tensor and expert parallelism in a micro-batch, of a mean rank."
+    "Seconds of tensor and expert parallelism in a micro-batch, of a mean rank. A layer with experts has one pair of matrices that tp cuts, others two; each both ways."
     nbytes, each = 4 * train.micro_batch * train.seq * model.hidden, lambda kind: model.kinds.count(kind) / layout.pp
-    pairs = sum(each(kind) * count for kind, count in PAIRS.items()) * own.seconds('pair', layout.tp, nbytes) if layout.tp > 1 else 0.0
-    return {'tp': pairs, 'ep': each('moe') * own.seconds('exchange', layout.ep, nbytes / layout.tp) if layout.ep > 1 and model.experts else 0.0}
+    cut = (4 * each('dense') + 2 * each('moe')) * own.seconds('pair', layout.tp, nbytes) + own.seconds('ends', layout.tp, nbytes) / layout.pp
+    return {'tp': cut if layout.tp > 1 else 0.0, 'ep': each('moe') * own.seconds('exchange', layout.ep, nbytes / layout.tp) if layout.ep > 1 else 0.0}
 
 
 def _layer_rest(own, model, layout, train):
@@ -674,5 +692,6 @@ def plot_sharing(calibration: Calibration, # with its measurements
     ax.plot(ranks, [alone / found[rank] for rank in ranks], color=CYCLE[0], marker='o', linestyle='none', label='measured')
     ax.set(xscale='log', xticks=ranks, xticklabels=ranks, xlabel='ranks at work', ylabel='rate of one, 1 is alone', ylim=(0, 1.2),
            title=f'{ranks[-1]} ranks on {calibration.cores} cores: {found[ranks[-1]] / alone:.1f} times slower than one')
+    ax.minorticks_off()
     legend_outside(ax)
     return ax
