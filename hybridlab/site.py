@@ -247,8 +247,7 @@ def build_docs(root: Path | str, # top folder of the checkout
     _check_ours(out) # before minutes of drawing
     if repaired := repair_index_link(root):
         print(repaired)
-    public = _public(root)
-    sliders = _sliders(root, public)
+    sliders = _sliders(root, public := _public(root))
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder).resolve()
         for path, page in track(list(zip(list_notebooks(root), public)), 'Reading notebooks'):

@@ -162,7 +162,7 @@ def _control(name, short, default):
     made.layout.width = '34em'
     return made
 
-
+# %% ../../nbs/core/04_viz.ipynb #976d8c74
 def live(draw: Callable, # draw(**values) -> Axes or Figure
          **controls, # one per argument: a widget, (low, high[, step]), a list, a dict of label: value, or a bool
         ) -> Live: # displays itself

@@ -115,7 +115,7 @@ def _ends(samples, tokens, hidden, groups, device):
         loss(last(first(words)), words).backward()
     return call
 
-
+# %% ../../nbs/plan/06_calibrate.ipynb #5635ff42
 def _layers(device, grow):
     import torch.distributed as dist
     from hybridlab.moe.dispatch import ExpertGroups
