@@ -162,7 +162,7 @@ def test_recorder_restores_everything_and_keeps_results(tmp_path):
 # ---- flight recorder -----------------------------------------------------------------------------------------------------
 
 def entry(seq, op='nccl:all_reduce', group=('0', 'default_pg'), numel=64, state='completed', **more):
-    return {'frames': [{'name': 'all_reduce', 'filename': '/x/torch/distributed/distributed_c10d.py', 'line': 1}, {'name': 'step', 'filename': 'train.py', 'line': 9}],
+    return {'frames': [{'name': 'all_reduce', 'filename': '/x/torch/distributed/distributed_c10d.py', 'line': 1}, {'name': 'step', 'filename': '/x/a/train.py', 'line': 9}],
             'record_id': seq, 'pg_id': int(group[0]), 'process_group': group, 'collective_seq_id': seq, 'p2p_seq_id': 0, 'op_id': seq, 'profiling_name': op,
             'time_created_ns': 1_700_000_000_000_000_000 + seq, 'input_sizes': [[numel]], 'input_dtypes': ['Float'], 'output_sizes': [[numel]], 'output_dtypes': ['Float'],
             'state': state, 'retired': state == 'completed', 'timeout_ms': 600000, 'is_p2p': ':send' in op or ':recv' in op} | more
