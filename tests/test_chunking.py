@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybridlab.comm.chunking import (
@@ -64,12 +64,14 @@ def test_writing_to_a_chunk_writes_to_the_tensor():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 1 << 30), st.floats(0, 1), st.floats(1e-7, 1e-2))
-def test_no_chunk_count_beats_the_optimum(total, rest, overhead):
+@given(st.integers(1, 1 << 30), st.floats(0, 1), st.floats(1e-7, 1e-2), st.sampled_from([1, 7, 512]))
+@example(36, 0.5, 0.0004, 1) # 35 chunks would be best, but only 18 and 36 can be cut
+def test_no_chunk_size_beats_the_optimum(total, rest, overhead, align):
     model = ChunkModel(total, 1.0, rest, overhead)
-    best = optimal_chunk_bytes(total, 1.0, rest, overhead, align_bytes=1)
-    counts = np.unique(np.clip(np.geomspace(1, total, 200).astype(int), 1, total))
-    assert model.seconds(best) <= model.seconds(total / counts).min() * (1 + 1e-3) + overhead
+    best = optimal_chunk_bytes(total, 1.0, rest, overhead, align)
+    sizes = align * np.unique(np.geomspace(1, total // align + 1, 400).astype(int))
+    assert best % align == 0 and best < total + align
+    assert model.seconds(best) <= model.seconds(sizes).min() * (1 + 1e-9)
 
 
 @settings(max_examples=200, deadline=None)

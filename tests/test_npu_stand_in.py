@@ -88,7 +88,6 @@ def small_measure(device_type, budget_s): # `measure` with the shapes for a CPU,
 """
 
 
-@pytest.mark.xfail(reason="open: plan.calibrate sums fp64 CPU tensors over hccl and leaves the stages of its steps on the CPU")
 def test_the_page_for_a_node_runs_on_it(python, tmp_path):
     "Every cell of guides/ascend_node but those that need the real torch_npu, with small shapes: collectives, all-to-all, pipeline, probe, fused operators, calibration."
     cells = json.loads((ROOT / 'nbs' / 'guides' / 'ascend_node.ipynb').read_text(encoding='utf-8'))['cells']

@@ -128,10 +128,11 @@ def optimal_chunk_bytes(total_bytes: int, # [B] all that is sent, 1 or more
     if total_bytes < 1 or rest_s < 0 or not overhead_s > 0:
         raise ValueError(f'total_bytes={total_bytes}, rest_s={rest_s}, overhead_s={overhead_s}; '
                          'needs total_bytes >= 1, rest_s >= 0, overhead_s > 0 (without overhead there is no best size: measure it)')
-    most = max(1, total_bytes // align_bytes)
-    low = min(most, max(1, math.floor(math.sqrt(rest_s / overhead_s))))
-    chunks = min((low, min(most, low + 1)), key=lambda k: rest_s / k + overhead_s * k)
-    return math.ceil(total_bytes / chunks / align_bytes) * align_bytes
+    size = lambda chunks: -(-total_bytes // (chunks * align_bytes)) * align_bytes
+    few = size(max(1, math.floor(math.sqrt(rest_s / overhead_s)))) # as many chunks as the root allows, or fewer
+    many = max(align_bytes, few - align_bytes) # the next size that can be cut
+    counts = [-(-total_bytes // chunk) for chunk in (few, many)]
+    return size(min(counts, key=lambda k: rest_s / k + overhead_s * k))
 
 # %% ../../nbs/comm/00_chunking.ipynb #f05c90f9
 def fit_chunk_model(probes: Iterable[tuple[int, float]], # (chunk size [B], time [s]), three or more different chunk counts

@@ -1488,13 +1488,16 @@ def compare_learned(results: pd.DataFrame, # from `load_learned_results`
 # %% ../../nbs/comm/05c_learning.ipynb #98aed4c2
 @style()
 def plot_training(training: PathTraining, # from `train`
+                  average: int = 1, # points of a lesson in a running mean
                   ax: Axes | None = None, # draw here; None makes a new figure
                  ) -> Axes:
     "Mean cost of an action over the rounds, by lesson, since near failure costs more than a light day."
     ax, curve = new_axes(ax), np.array(training.curve)
     for color, lesson in zip(CYCLE, dict.fromkeys(_LESSONS)):
         rounds = np.array([number for number in range(len(curve)) if _LESSONS[number % len(_LESSONS)] == lesson], dtype=int)
-        ax.plot(rounds + 1, curve[rounds], marker='.', color=color, label='{}, {} us'.format(*lesson))
+        if len(rounds) >= average:
+            smooth = np.convolve(curve[rounds], np.full(average, 1 / average), 'valid')
+            ax.plot(rounds[average - 1:] + 1, smooth, marker='.', color=color, label='{}, {} us'.format(*lesson))
     ax.set(xlabel='round', ylabel='cost per action', yscale='log', title=f'{len(curve)} rounds, {training.slots:,} slots')
     legend_outside(ax)
     return ax
@@ -1523,7 +1526,7 @@ def plot_learned(comparison: pd.DataFrame, # from `compare_learned`
 def explore_training(rounds: int = 90, # rounds to train at most
                      envs: int = 4, # environments at once
                     ) -> Live:
-    "A button that trains and stops, with the learning curve."
+    "The learning curve of a run that ships, and a button that trains a new one and stops."
     from threading import Thread
 
     from ipywidgets import ToggleButton
@@ -1539,11 +1542,11 @@ def explore_training(rounds: int = 90, # rounds to train at most
         train(rounds=rounds, envs=envs, watch=follow, start=state['run'])
         panel.controls['train'].value = False
 
-    def draw(train=False):
+    def draw(shipped=0, average=1, train=False):
         if train and not (state['thread'] and state['thread'].is_alive()):
             state['thread'] = Thread(target=work, daemon=True)
             state['thread'].start()
-        return plot_training(state['run'] or load_path_training())
+        return plot_training(state['run'] or load_path_training(shipped), average)
 
-    panel = live(draw, train=ToggleButton(description='train', value=False))
+    panel = live(draw, shipped={f'run {seed}': seed for seed in (0, 1, 2)}, average=(1, 9), train=ToggleButton(description='train', value=False))
     return panel

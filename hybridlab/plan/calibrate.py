@@ -201,15 +201,16 @@ def _steps(device, grow):
     world = dist.get_world_size()
     for p, m, samples, tokens, hidden in (size for size in STEPS if world % size[0] == 0):
         layout = Layout(world, tp=1, pp=p)
-        trainer = HybridTrainer(layout, make_schedule('1f1b', p, m), whole_stages(['EttL'] if p == 1 else ['Et', 'tL'], 8, hidden, hidden // 32, tokens), (samples, tokens))
-        batch, optimizer = torch.zeros(2, layout.dp * m * samples, tokens, dtype=torch.int64), torch.optim.AdamW(trainer.parameters, fused=True)
+        stages = [stage.to(device) for stage in whole_stages(['EttL'] if p == 1 else ['Et', 'tL'], 8, hidden, hidden // 32, tokens)]
+        trainer = HybridTrainer(layout, make_schedule('1f1b', p, m), stages, (samples, tokens))
+        batch = torch.zeros(2, layout.dp * m * samples, tokens, dtype=torch.int64, device=device)
+        optimizer = torch.optim.AdamW(trainer.parameters, fused=True)
         yield 'step', (p, m, samples, tokens, hidden), lambda: (trainer.step(*batch), optimizer.step())
         trainer.close()
 
 # %% ../../nbs/plan/06_calibrate.ipynb #6217674f
 def _mean_seconds(call, clock, budget_s):
     "Seconds of one call: the middle of three rounds, the mean of the ranks, which all repeat it as often."
-    torch = load_torch()
     import torch.distributed as dist
 
     def once(count):
@@ -219,14 +220,17 @@ def _mean_seconds(call, clock, budget_s):
             call()
         return (clock() - started) / count
 
+    def everyone(value):
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value) # as objects: HCCL adds no fp64
+        return values
+
     call()
     first = once(1)
-    count = torch.tensor(max(1.0, budget_s / max(first, 1e-9)))
-    dist.all_reduce(count, dist.ReduceOp.MIN)
-    rounds = [once(int(count)), once(int(count)), first if count < 2 else once(int(count))]
-    middle = torch.tensor(sorted(rounds)[1], dtype=torch.float64)
-    dist.all_reduce(middle)
-    return middle.item() / dist.get_world_size()
+    count = min(everyone(max(1, int(budget_s / max(first, 1e-9)))))
+    rounds = [once(count), once(count), first if count < 2 else once(count)]
+    middle = everyone(sorted(rounds)[1])
+    return sum(middle) / len(middle)
 
 # %% ../../nbs/plan/06_calibrate.ipynb #da773c98
 def _busy_seconds(device, working, rounds=3, count=10):

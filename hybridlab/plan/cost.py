@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['KINDS', 'PASSES', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'explore_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
+__all__ = ['KINDS', 'PASSES', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'tp_calls', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'explore_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
 
 # %% ../../nbs/plan/01_cost.ipynb #5525f7ab
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def step_work(model: ModelSpec, # what is trained
     return {
         'products': matrix_products(model, s, train), 'moved': moved, 'scores': scores, 'counts': np.repeat(counts[:, :, None], n, axis=2),
         **attention_work(model, s, train), **traffic_work(model, cluster, s, train, order), **card_rates(cluster.device, train.dtype, n),
-        'kernels': np.repeat(launches(train)[:, :, None], n, axis=2), 'microbatches': train.global_batch / (s.micro_batch * s.dp),
+        'kernels': np.repeat(launches(train)[:, :, None], n, axis=2), 'tp_calls': np.repeat(tp_calls(model)[:, :, None], n, axis=2), 'microbatches': train.global_batch / (s.micro_batch * s.dp),
         'full': (s.recompute == RECOMPUTE.index('full')) * wide(_recomputed_share(model, s, train)), 'selective': (s.recompute == RECOMPUTE.index('selective')) * wide(not train.flash_attention),
         'zero': s.zero + 0.0, 'p': wide(s.pp), 'v': wide(s.chunks), 'fused': wide(train.fused_kernels), 'gradient': wide(gradient_bytes(replace(train, gradient_bits=None))), 'updated': wide(_updated_bytes(train)),
         'ranks_tp': s.tp + 0.0, 'stepwise': wide(cluster.device.vendor == 'ascend'), 'servers': np.maximum(1, s.tp * s.cp * s.dp * s.pp / cluster.cards_per_server)}
@@ -141,7 +141,7 @@ PASSES = ('matrix', 'attention', 'vector', 'launch', 'tp', 'cp', 'ep') # parts o
 
 def _tp_seconds(work, products, e):
     "[2, kinds, n]: waiting for tensor-parallel transfers, which hide behind the products of the same pass, [2, kinds, n]."
-    calls = _TP_CALLS[:, :, None]
+    calls = work['tp_calls']
     return exposed_seconds(calls * level_seconds(work['tp'], work, e), products, e.overlap_tp) + calls * work['tp_on'] * e.call_s
 
 
@@ -171,7 +171,7 @@ def _passes(work, e):
 # %% ../../nbs/plan/01_cost.ipynb #e1b2b3ba
 def _host_seconds(work, e):
     "[2, kinds, n]: time to launch a pass and its collectives; a full recomputation is launched in the backward pass."
-    calls = CALL_HOST * _TP_CALLS[:, :, None] * work['tp_on']
+    calls = CALL_HOST * work['tp_calls'] * work['tp_on']
     launches_f, launches_b = work['kernels'][0] + calls[0], BACKWARD_HOST * work['kernels'][1] + calls[1]
     layer = np.array([1.0, 1.0, 0, 0])[:, None]
     return e.host_s * (1 + e.host_skew * (work['ranks_tp'] - 1)) * np.stack([launches_f, launches_b + layer * work['full'] * launches_f])
@@ -285,7 +285,7 @@ def sent_seconds(work: Mapping[str, np.ndarray], # from `step_work`
     "Whole transfers of tensor, context and expert parallelism on the busiest rank."
     e, kinds = efficiency, np.eye(len(KINDS))[:, :, None]
     layer, again = kinds[0] + kinds[1], 1 + work['full'] # a full recomputation sends the forward transfers again
-    calls = _TP_CALLS[0][:, None] * np.where(layer > 0, again, 1) + _TP_CALLS[1][:, None]
+    calls = work['tp_calls'][0] * np.where(layer > 0, again, 1) + work['tp_calls'][1]
     sent = {'tp': calls * (level_seconds(work['tp'], work, e) + work['tp_on'] * e.call_s), 'cp': layer * (2 + again) * level_seconds(work['cp'], work, e),
             'ep': kinds[1] * 2 * (1 + again) * (level_seconds(work['ep'], work, e) + work['ep_calls'] * e.call_s)}
     return {f'sent_{axis}': work['microbatches'] * (seconds * counts).sum(axis=0) for axis, seconds in sent.items()}
@@ -602,7 +602,7 @@ def moved_bytes(model: ModelSpec, # what is trained
 # %% ../../nbs/plan/01a_kernels.ipynb #8339a5bf
 _KERNELS = np.array([[16, 30, 3, 8], [28, 55, 3, 8]], dtype=float) # forward, backward; by kind of layer
 _UNFUSED = np.array([[4, 4, 0, 0], [6, 6, 0, 0]], dtype=float) # more of them with stored scores
-_TP_CALLS = np.array([[2, 2, 1, 3], [2, 2, 0, 1]], dtype=float) # collectives of tensor parallelism
+_TP_CALLS = np.array([[2, 1, 1, 3], [2, 1, 0, 1]], dtype=float) # collectives of tensor parallelism
 BACKWARD_HOST, CALL_HOST = 0.6, 3.0 # launches' worth of host time: a kernel of the backward pass, a collective
 
 
@@ -610,6 +610,12 @@ def launches(train: TrainSpec, # flash_attention
             ) -> np.ndarray: # [2, kinds]
     "Kernels of the forward and the backward pass of a layer of each kind; counted in Megatron-LM, rounded."
     return _KERNELS + _UNFUSED * (not train.flash_attention)
+
+
+def tp_calls(model: ModelSpec, # its shared experts
+            ) -> np.ndarray: # [2, kinds]
+    "Sums over the tensor-parallel group in the forward and the backward pass of a layer of each kind."
+    return _TP_CALLS + (model.shared_experts > 0) * np.array([0.0, 1, 0, 0])
 
 # %% ../../nbs/plan/01a_kernels.ipynb #44b36b61
 @style()
