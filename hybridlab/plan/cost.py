@@ -193,7 +193,7 @@ def layer_seconds(work: Mapping[str, np.ndarray], # from `step_work`
     waiting = np.maximum(0, _host_seconds(work, efficiency) - busy.sum(axis=1))
     return np.concatenate([busy, waiting[:, None]], axis=1), weights
 
-# %% ../../nbs/plan/01_cost.ipynb #d1d4dd07
+# %% ../../nbs/plan/01_cost.ipynb #3988fa79
 WAVES = 'dualpipe', 'dualpipe-v' # feed micro-batches from both ends, or in pairs
 
 
@@ -201,7 +201,7 @@ def _chain(p, m, v, f, b, w, hop):
     "The least any schedule takes: one micro-batch there and back, the last chunk's other backward passes in between. With few micro-batches it is longer than the closed forms of zero bubble, which hold from 2p - 1 on."
     return p * (f + b) + 2 * (p - 1) * v * hop + (m - 1) * b / v + w / v
 
-
+# %% ../../nbs/plan/01_cost.ipynb #d1d4dd07
 def bubble_and_hops(schedule: str, # a key of `pipeline.bubble.FORMS`
                     p: np.ndarray, # ranks
                     m: np.ndarray, # micro-batches
