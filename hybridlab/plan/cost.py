@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # %% auto #0
-__all__ = ['KINDS', 'PASSES', 'WAVES', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'tp_calls', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'explore_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
+__all__ = ['KINDS', 'PASSES', 'CHAINED', 'PARTS', 'AXES_SENT', 'MOST_ACTIONS', 'Efficiency', 'load_efficiency', 'chunk_counts', 'stage_counts', 'step_work', 'layer_seconds', 'bubble_and_hops', 'step_seconds', 'sent_seconds', 'step_parts', 'StepReport', 'estimate_step', 'plot_step', 'explore_step', 'SLOTS', 'BACKWARD_HOST', 'CALL_HOST', 'routed_tokens', 'matrix_products', 'product_seconds', 'card_rates', 'attention_work', 'attention_seconds', 'moved_bytes', 'launches', 'tp_calls', 'plot_product', 'explore_kernels', 'group_strides', 'collective_levels', 'hop_levels', 'level_seconds', 'hop_seconds', 'exposed_seconds', 'fullest_stage', 'gradient_bytes', 'traffic_work', 'plot_exposed', 'explore_exposed', 'allreduce_ladder', 'accumulation_seconds', 'plot_shares', 'explore_shares']
 
 # %% ../../nbs/plan/01_cost.ipynb #5525f7ab
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def layer_seconds(work: Mapping[str, np.ndarray], # from `step_work`
     return np.concatenate([busy, waiting[:, None]], axis=1), weights
 
 # %% ../../nbs/plan/01_cost.ipynb #3988fa79
-WAVES = 'dualpipe', 'dualpipe-v' # feed micro-batches from both ends, or in pairs
+CHAINED = 'zb-h1', 'zb-h2', 'zb-v', 'v-half', 'v-min' # schedules whose closed forms need many micro-batches
 
 
 def _chain(p, m, v, f, b, w, hop):
@@ -216,10 +216,9 @@ def bubble_and_hops(schedule: str, # a key of `pipeline.bubble.FORMS`
     name = np.where(v > 1, 'interleaved', '1f1b') if schedule == '1f1b' else np.full(np.shape(p), schedule)
     bubble, waiting = np.zeros(len(p)), np.zeros(len(p))
     for form in set(name.tolist()):
-        own, pair = name == form, FORMS[form][:2] # bubble, and the least of it with a barrier after the step
-        seconds = lambda *numbers: np.maximum(*(bubble(*numbers) for bubble in pair))
-        if form not in ('1f1b', 'gpipe', 'interleaved', *WAVES):
-            seconds = lambda *numbers, busiest=m * each.max(axis=0), known=seconds: np.maximum(known(*numbers), _chain(*numbers) - busiest)
+        own, least = name == form, [*FORMS[form][:2]] # bubble, and the least of it with a barrier after the step
+        least += [lambda *numbers: _chain(*numbers) - m * each.max(axis=0)] if form in CHAINED else []
+        seconds = lambda *numbers: np.maximum.reduce([bubble(*numbers) for bubble in least])
         numbers = p, m, v, f, b, w
         free = sums - each.max(axis=0) if form in ('1f1b', 'gpipe') else (sums - each.max(axis=0)) / v if form == 'interleaved' else seconds(*numbers, 0.0)
         waits = np.maximum(0, seconds(*numbers, hop) - seconds(*numbers, 0.0))
