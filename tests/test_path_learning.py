@@ -5,7 +5,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from hybridlab.comm.paths import (_LESSONS, AGAIN_SEEDS, METRICS, REGIMES, TEST_SEEDS, FabricEnv, _features, _new_net, _rewards, compare_learned, evaluate, explore_training, learned,
+from hybridlab.comm.paths import (_LESSONS, AGAIN_SEEDS, METRICS, REGIMES, TEST_SEEDS, FabricEnv, PathEnv, _features, _new_net, _rewards, compare_learned, evaluate, explore_training, learned,
                                   load_learned_results, load_path_training, path_net, plot_learned, plot_training, run_policy, spray, train, tuned)
 
 RUNS = (0, 1, 2)
@@ -129,3 +129,12 @@ def test_plots(results):
     comparison = compare_learned(results)
     assert 'of 12 settings' in plot_learned(comparison).get_title('left')
     assert f'{load_path_training().slots:,} slots' in plot_training(load_path_training()).get_title('left')
+
+
+def test_stable_baselines3_learns_on_the_same_environment():
+    ppo = pytest.importorskip('stable_baselines3').PPO
+    env = PathEnv(delay_us=1000)
+    agent = ppo('MlpPolicy', env, n_steps=128, batch_size=64, n_epochs=1, device='cpu', seed=0).learn(256)
+    seen, _ = env.reset(seed=1)
+    action, _ = agent.predict(seen, deterministic=True)
+    assert agent.num_timesteps == 256 and env.action_space.contains(action) and np.isfinite(env.step(action)[1])

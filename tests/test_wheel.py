@@ -146,7 +146,7 @@ def test_metadata_is_that_of_settings_ini(package, settings):
 
 
 def test_offers_the_extras(package):
-    assert set(package.metadata.get_all('Provides-Extra')) == {'torch', 'npu', 'lab', 'dev'}
+    assert set(package.metadata.get_all('Provides-Extra')) == {'torch', 'npu', 'lab', 'rl', 'dev'}
 
 
 def test_base_install_stays_light(package):
