@@ -24,6 +24,7 @@ from ..core.device import load_torch
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.axes import Axes
 
 # %% auto #0
 __all__ = ['MODES', 'Groups', 'build_groups', 'by_server', 'CollectiveMismatch', 'CollectiveTimeout', 'check_call', 'explained', 'Level', 'Handle', 'AllReduce', 'last_timeline', 'close', 'settled_chunk_bytes', 'StageModel', 'call_seconds', 'AllReduceModel', 'fit_allreduce', 'link_stages', 'ring_seconds', 'plot_call', 'plot_stages', 'explore_allreduce', 'ddp_hook']
