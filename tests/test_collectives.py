@@ -271,3 +271,13 @@ def test_link_stages_agree_with_the_published_byte_counts():
     n, rate = 8 << 20, 6.25e6
     assert ring_seconds(4, 2, rate, 0, n) == pytest.approx(1.75 * n / rate)
     assert link_stages(4, 2, rate, 0, inside_bytes_per_s=1e15, core_bytes_per_s=1e15).seconds(n) == pytest.approx(1.5 * n / rate + 4e-6, rel=1e-4)
+
+
+def test_many_small_chunks_correct_an_overhead_that_few_large_ones_exaggerate(monkeypatch):
+    from hybridlab.comm import collectives
+
+    measured = {1: 1.20, 4: 1.04, 8: 1.08, 64: 1.16, 16: 1.06} # [s] of 4 MiB in so many chunks; the one of 8 was disturbed
+    monkeypatch.setattr(collectives, '_probe', lambda groups, total_bytes, count, rounds, device, options: measured[count] * total_bytes / (4 << 20) if count == 16 else measured[count])
+    model = collectives.fit_allreduce(None, 4 << 20)
+    assert model.seconds(4 << 20, 1 << 16) == pytest.approx(measured[64], rel=0.03)
+    assert all(model.seconds(4 << 20, (4 << 20) // count) == pytest.approx(measured[count], rel=0.05) for count in (1, 4, 8))

@@ -582,8 +582,11 @@ def fit_allreduce(groups: Groups, # from `build_groups`
     "The model of an all-reduce, measured on the running ranks. Call it on every rank."
     many = probe_bytes // small_bytes
     few = max(1, many // 4)
-    link = fit_chunk_model([(probe_bytes // count, _probe(groups, probe_bytes, count, rounds, device, options)) for count in counts], probe_bytes)
+    whole = [(probe_bytes // count, _probe(groups, probe_bytes, count, rounds, device, options)) for count in counts]
     long, short = (_probe(groups, small_bytes * count, count, rounds, device, options) for count in (many, few))
+    link = fit_chunk_model(whole, probe_bytes)
+    if link.seconds(small_bytes) > long: # no regime is slower than what was measured: the link is the limit there too
+        link = fit_chunk_model([*whole, (small_bytes, long)], probe_bytes)
     chunk_s = max(0.0, (long - short) / max(1, many - few))
     return AllReduceModel(link, max(0.0, short - chunk_s * few), chunk_s)
 

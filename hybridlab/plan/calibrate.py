@@ -9,14 +9,22 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..core.device import load_torch
 from ..pipeline.schedule import make_schedule
 from ..spec.layout import Layout, TrainSpec
 from ..spec.model import ModelSpec
 
+if TYPE_CHECKING:
+    import torch
+
+    from hybridlab.moe.hybrid import HybridTrainer
+
 # %% auto #0
-__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'LAYERS', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing']
+__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'timed_steps', 'LAYERS', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing', 'compare_steps', 'plot_step_parts']
 
 # %% ../../nbs/plan/06_calibrate.ipynb #68711a69
 KINDS = { # kind of a measurement: what its size means
@@ -292,6 +300,30 @@ def hybrid_train(context: int, # S
     "A step of the hybrid trainer as the planner sees it."
     return TrainSpec(context, global_batch, micro_batch, dtype='fp32', zero=0, gradient_bits=bits, fused_kernels=False, vocab_multiple=1, imbalance=imbalance)
 
+# %% ../../nbs/plan/06_calibrate.ipynb #0099b1e4
+def timed_steps(trainer: HybridTrainer, # of this rank
+                batch: tuple[torch.Tensor, torch.Tensor], # inputs and targets of all replicas
+                device_type: str = 'cpu', # of this rank
+                steps: int = 3, # after one that warms up
+               ) -> np.ndarray: # [steps, 4] seconds of pipeline, gradient sum and optimizer by `rank_clock`, and of all on the wall
+    "Times of steps with AdamW. Call it on every rank."
+    torch = load_torch()
+    import torch.distributed as dist
+
+    clock, optimizer = rank_clock(device_type, dist.get_world_size()), torch.optim.AdamW(trainer.parameters, fused=True)
+    mine = [whole[trainer.groups.replica::trainer.groups.layout.dp] for whole in batch]
+    parts, found = (lambda: trainer.pipeline.step(*mine), lambda: trainer.sync(trainer.stages), optimizer.step), []
+    for _ in range(steps + 1):
+        optimizer.zero_grad()
+        dist.barrier()
+        wall, times = time.perf_counter(), [clock()]
+        for part in parts:
+            part()
+            times.append(clock())
+        dist.barrier()
+        found.append([*np.diff(times), time.perf_counter() - wall])
+    return np.array(found[1:])
+
 # %% ../../nbs/plan/06a_fit.ipynb #cc6bec48
 import json
 import tomllib
@@ -300,13 +332,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..core.device import pick_device
 from ..core.launch import run
 from ..core.viz import COLORS, CYCLE, legend_outside, new_axes, style
 from ..pipeline.schedule import B, F, I, Schedule, W
-from .cost import PASSES, Efficiency, StepReport, attention_seconds, card_rates, collective_levels, estimate_step, fullest_stage, layer_seconds
+from .cost import PASSES, StepReport, attention_seconds, card_rates, collective_levels, estimate_step, fullest_stage, layer_seconds
 from .cost import load_efficiency, product_seconds, step_seconds, step_work
 from .memory import Strategies
 from ..spec.cluster import ClusterSpec, DeviceSpec, LinkSpec, load_cluster
@@ -697,5 +727,43 @@ def plot_sharing(calibration: Calibration, # with its measurements
     ax.set(xscale='log', xticks=ranks, xticklabels=ranks, xlabel='ranks at work', ylabel='rate of one, 1 is alone', ylim=(0, 1.2),
            title=f'{ranks[-1]} ranks on {calibration.cores} cores: {found[ranks[-1]] / alone:.1f} times slower than one')
     ax.minorticks_off()
+    legend_outside(ax)
+    return ax
+
+# %% ../../nbs/plan/06a_fit.ipynb #18a460ff
+def compare_steps(reports: Mapping[str, StepReport], # name: from `predict_step`
+                  by_rank: Sequence[Mapping[str, np.ndarray]], # of every rank, name: from `timed_steps`
+                 ) -> pd.DataFrame: # predicted, measured and wall [ms], error against both [%], and the three measured parts [ms]
+    "Predicted and measured steps."
+    import pandas as pd
+
+    rows = {}
+    for name, report in reports.items():
+        steps = np.mean([rank[name] for rank in by_rank], axis=0)
+        pipeline, total, optimizer, wall = 1e3 * steps[steps[:, :3].sum(axis=1).argmin()]
+        measured, predicted = pipeline + total + optimizer, 1e3 * report.total
+        rows[name] = {'predicted [ms]': predicted, 'measured [ms]': measured, 'on the wall [ms]': wall, 'error [%]': 100 * (predicted / measured - 1),
+                      'of the wall [%]': 100 * (predicted / wall - 1), 'pipeline [ms]': pipeline, 'gradient sum [ms]': total, 'optimizer [ms]': optimizer}
+    return pd.DataFrame.from_dict(rows, orient='index').rename_axis('layout')
+
+# %% ../../nbs/plan/06a_fit.ipynb #af17b39e
+@style()
+def plot_step_parts(reports: Mapping[str, StepReport], # name: from `predict_step`
+                    table: pd.DataFrame, # from `compare_steps`
+                    ax: Axes | None = None, # draw here; None makes a new figure
+                   ) -> Axes:
+    "Parts of a step, predicted (pale) beside measured."
+    parts = {name: report.parts for name, report in reports.items()}
+    sums = {'gradient sum': 'dp', 'optimizer': 'optimizer'}
+    predicted = {'pipeline': [1e3 * (sum(part.values()) - sum(part[key] for key in sums.values())) for part in parts.values()],
+                 **{name: [1e3 * part[key] for part in parts.values()] for name, key in sums.items()}}
+    ax, bottom, place = new_axes(ax, figsize=(6.6, 3)), np.zeros((2, len(parts))), np.arange(len(parts))
+    for name, color in zip(predicted, (COLORS['forward'], COLORS['communication'], COLORS['weight'])):
+        both = np.array([predicted[name], table.loc[list(parts), f'{name} [ms]']])
+        for side, shift in enumerate((-0.2, 0.2)):
+            ax.bar(place + shift, both[side], 0.38, bottom=bottom[side], color=color, alpha=(0.55, 1.0)[side], label=name if side else None)
+        bottom += both
+    ax.set(xticks=place, ylabel='ms of a step', title=f'Predicted (pale) beside measured: {table["error [%]"].abs().max():.0f} % off at worst')
+    ax.set_xticklabels([name.replace(', ', '\n') for name in parts], rotation=30, ha='right')
     legend_outside(ax)
     return ax
