@@ -561,7 +561,7 @@ class AllReduceModel:
         chunks = np.ceil(total_bytes / np.minimum(chunk_bytes, total_bytes))
         return np.maximum(self.link.scaled(total_bytes).seconds(chunk_bytes), self.start_s + self.chunk_s * chunks)
 
-# %% ../../nbs/comm/04c_predict.ipynb #4a0adc43
+# %% ../../nbs/comm/04c_predict.ipynb #91e3c9fd
 def _probe(groups, total_bytes, count, rounds, device, options):
     "Seconds of one call cut into so many chunks."
     reducer = AllReduce(groups, chunk_bytes=total_bytes // count, **options)
@@ -570,7 +570,7 @@ def _probe(groups, total_bytes, count, rounds, device, options):
     finally:
         close(reducer)
 
-
+# %% ../../nbs/comm/04c_predict.ipynb #4a0adc43
 def fit_allreduce(groups: Groups, # from `build_groups`
                   probe_bytes: int = 2 << 20, # [B] of the probe
                   counts: tuple[int, ...] = (1, 4, 8), # chunks it is cut into while the link is the limit, three or more different numbers
