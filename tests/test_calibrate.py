@@ -20,7 +20,7 @@ CARD = {'vendor': 'cpu', 'cores': 1, 'hbm_bytes': 2**31, 'usable_bytes': 2**31}
 CONSTANTS = NOTHING | {'matrix': 0.9, 'tile': 900.0, 'depth': 4.0, 'memory': 0.5, 'attention': 0.3, 'attention_depth': 40.0, 'kernel_s': 4e-5, 'micro_s': 4e-3, 'step_s': 2e-2,
                        'call_s': 3e-4, 'inside': 0.7, 'between': 0.7}
 LINK = LinkSpec(name='inside', shape='switch', span=8, bytes_per_s=1.5e9, alpha=2e-4)
-OWN = Own(sum=(3e-3, 1e-3, 4e-9, 2e-9), sum8=(4e-3, 1e-3, 5e-9, 3e-9), pair=(1e-3, 5e-4, 2e-9), exchange=(2e-3, 6e-4, 3e-9), ends=(4e-3, 1e-3, 5e-9), dense=(0.0, 1e-7), moe=(3e-3, 2e-7))
+OWN = Own(sum=(3e-3, 1e-3, 4e-9, 2e-9), sum8=(4e-3, 1e-3, 5e-9, 3e-9), pair=(1e-3, 5e-4, 2e-9), exchange=(2e-3, 6e-4, 3e-9), ends=(4e-3, 1e-3, 5e-9), hop=(5e-4, 1 / 1.5e9), dense=(1e-7, 3e-8), moe=(3e-3, 2e-7, 6e-8))
 TRUTH = Calibration(ClusterSpec(name='made', cards_per_server=8, servers=1, links=(LINK, replace(LINK, name='between', span=0)), device=DeviceSpec(
     name='made-rank', flops={'fp32': 2.4e10}, hbm_bytes_per_s=2e10, alignment={'fp32': 1}, efficiency=CONSTANTS, **CARD)), OWN, cores=2, launch_s=5e-6)
 
@@ -51,20 +51,20 @@ def test_fit_finds_the_constants_that_made_the_measurements(found):
     e, device = found.efficiency, found.cluster.device
     assert e.matrix * device.flops['fp32'] == pytest.approx(0.9 * 2.4e10, rel=0.02)
     assert e.memory * device.hbm_bytes_per_s == pytest.approx(1e10, rel=0.02)
-    assert e.kernel_s == pytest.approx(4e-5, rel=0.1)
+    assert e.kernel_s == pytest.approx(4e-5, rel=0.05)
     assert e.attention * device.flops['fp32'] == pytest.approx(0.3 * 2.4e10, rel=0.05)
     link = found.cluster.links[0]
     assert (link.alpha, link.bytes_per_s, e.call_s, e.inside) == pytest.approx((2e-4, 1.5e9, 3e-4, 0.7), rel=0.1)
     assert (e.step_s, e.micro_s) == pytest.approx((2e-2, 4e-3), rel=0.1)
 
 
-@pytest.mark.parametrize('kind, size, rel', [('sum', (4, 2**20), 0.05), ('sum8', (8, 2**20), 0.05), ('pair', (2, 2**18), 0.05), ('exchange', (4, 2**18), 0.15)])
+@pytest.mark.parametrize('kind, size, rel', [('sum', (4, 2**20), 0.05), ('sum8', (8, 2**20), 0.05), ('pair', (2, 2**18), 0.05), ('exchange', (4, 2**18), 0.05)])
 def test_fit_finds_what_is_own(found, kind, size, rel):
     assert found.own.seconds(kind, *size) == pytest.approx(OWN.seconds(kind, *size), rel=rel)
 
 
 def test_residuals_are_those_of_the_noise(found):
-    assert found.table()['error [%]'].abs().max() < 5
+    assert found.table()['error [%]'].abs().max() < 3
     noisy = fit_calibration(made(0.05), 'made', CARD | {'dtype': 'fp32'}, 8, 2)
     assert noisy.table()['error [%]'].abs().median() < 5
 

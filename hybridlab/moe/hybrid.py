@@ -23,9 +23,9 @@ from ..pipeline.transformer import build_stages
 from ..spec.layout import Layout
 
 # %% auto #0
-__all__ = ['PARTS', 'gather_sequence', 'scatter_sequence', 'HybridGroups', 'build_hybrid_groups', 'Cut', 'Part', 'EmbeddingPart',
-           'BlockPart', 'MLPPart', 'MoE', 'MoEPart', 'HeadPart', 'vocabulary_loss', 'whole_stages', 'cut_stages',
-           'parameter_cuts', 'release', 'GradientSync', 'HybridTrainer']
+__all__ = ['PARTS', 'WHOLE', 'gather_sequence', 'scatter_sequence', 'HybridGroups', 'build_hybrid_groups', 'Cut', 'Part',
+           'EmbeddingPart', 'BlockPart', 'MLPPart', 'MoE', 'MoEPart', 'HeadPart', 'vocabulary_loss', 'whole_stages',
+           'cut_stages', 'parameter_cuts', 'release', 'GradientSync', 'HybridTrainer']
 
 # %% ../../nbs/moe/03_hybrid.ipynb #05c5f9b7
 def _gather(x_BsH, group):
@@ -408,6 +408,9 @@ def _sum_together(parameters, reducer, key, dp):
         parameter.grad.copy_(part.view_as(parameter))
 
 # %% ../../nbs/moe/03_hybrid.ipynb #e7185a79
+WHOLE = 1 << 28 # [B] of a chunk: sums run one after the other, so cutting them hides nothing and costs a start each
+
+
 class GradientSync(_Sums):
     "Sums every gradient over the ranks that hold the same numbers, and divides by dp."
 
@@ -419,7 +422,7 @@ class GradientSync(_Sums):
         layout = self.layout = groups.layout
         made = lambda axis: build_groups(parts=by_server(layout.groups(axis), cards_per_server), depth=1) if cards_per_server else _one_level(layout.groups(axis))
         mode = 'hierarchical' if cards_per_server else 'flat'
-        self.reducers = {axis: AllReduce(made(axis), mode, None if axis == 'tp-dp' else bits, chunk_bytes=1 << 20) for axis in ('dp', 'tp-dp', 'edp')}
+        self.reducers = {axis: AllReduce(made(axis), mode, None if axis == 'tp-dp' else bits, chunk_bytes=WHOLE) for axis in ('dp', 'tp-dp', 'edp')}
 
     def __call__(self,
                  stages: Sequence[nn.Sequential | None], # from `cut_stages`, after backward

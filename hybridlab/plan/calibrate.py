@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybridlab.moe.hybrid import HybridTrainer
 
 # %% auto #0
-__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'timed_steps', 'LAYERS', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing', 'compare_steps', 'plot_step_parts']
+__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'ROUNDS', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'PIECES', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'timed_steps', 'LAYERS', 'TIMED', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'BESIDES', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing', 'compare_steps', 'plot_step_parts']
 
 # %% ../../nbs/plan/06_calibrate.ipynb #68711a69
 KINDS = { # kind of a measurement: what its size means
@@ -88,8 +88,9 @@ def _moves(device, grow):
         yield 'copy', (nbytes,), lambda: b.copy_(a)
 
 # %% ../../nbs/plan/06_calibrate.ipynb #fa4bfe1c
-BLOCKS = (2, 16, 32), (2, 64, 128), (4, 64, 256) # samples, tokens, hidden
+BLOCKS = (2, 16, 32), (2, 64, 128), (2, 64, 256), (4, 64, 256) # samples, tokens, hidden
 CUT = BLOCKS[1:] # of these, what is also measured in parts
+ROUNDS = 5 # of a measurement
 EXPERTS, WORDS = 4, 104
 
 
@@ -178,7 +179,8 @@ def _exchanges(device, grow):
             yield 'all_to_all', (size, nbytes), lambda: (a @ a, dist.all_to_all_single(torch.empty_like(rows), rows, group=group))
 
 # %% ../../nbs/plan/06_calibrate.ipynb #3bf0a5b4
-SUMS = (2**12, 2**21) # [B]
+SUMS = (2**12, 2**22) # [B]
+PIECES = 16 # parameters whose gradients are summed at once: those of a layer
 STEPS = (1, 2, 1, 16, 32), (2, 2, 1, 16, 32), (2, 8, 1, 16, 32) # ranks in a pipeline, micro-batches, samples, tokens, hidden
 
 
@@ -193,7 +195,7 @@ def _sums(device, grow):
         for kind, bits in (('sum', None), ('sum8', 8)):
             sync = GradientSync(groups, bits=bits)
             for nbytes in SUMS:
-                held = [torch.nn.Parameter(torch.ones(nbytes // 16, device=device)) for _ in range(4)]
+                held = [torch.nn.Parameter(torch.ones(nbytes // 4 // PIECES, device=device)) for _ in range(PIECES)]
                 for parameter in held:
                     parameter.grad = torch.ones_like(parameter)
                 yield kind, (world // tp, nbytes), lambda: _sum_together(held, sync.reducers['dp'], nbytes, world // tp)
@@ -217,8 +219,8 @@ def _steps(device, grow):
         trainer.close()
 
 # %% ../../nbs/plan/06_calibrate.ipynb #6217674f
-def _mean_seconds(call, clock, budget_s):
-    "Seconds of one call: the middle of three rounds, the mean of the ranks, which all repeat it as often."
+def _middle_seconds(call, clock, budget_s):
+    "Seconds of one call: the middle round of the mean rank; all ranks repeat it as often."
     import torch.distributed as dist
 
     def once(count):
@@ -234,11 +236,8 @@ def _mean_seconds(call, clock, budget_s):
         return values
 
     call()
-    first = once(1)
-    count = min(everyone(max(1, int(budget_s / max(first, 1e-9)))))
-    rounds = [once(count), once(count), first if count < 2 else once(count)]
-    middle = everyone(sorted(rounds)[1])
-    return sum(middle) / len(middle)
+    count = min(everyone(max(1, int(budget_s / max(once(1), 1e-9)))))
+    return float(np.median(np.mean(everyone([once(count) for _ in range(ROUNDS)]), axis=0)))
 
 # %% ../../nbs/plan/06_calibrate.ipynb #da773c98
 def _busy_seconds(device, working, rounds=3, count=10):
@@ -262,7 +261,7 @@ FAMILIES = _products, _moves, _layers, _hops, _exchanges, _sums, _steps
 
 
 def measure(device_type: str = 'cpu', # of the process group: 'cpu', 'npu' or 'cuda'
-            budget_s: float = 0.01, # [s] of a round of a measurement; three rounds
+            budget_s: float = 0.05, # [s] of a round of a measurement
            ) -> list[Probe]: # the same on every rank
     "Every measurement. Call it on all ranks of a process group at the same time: each has all of them at work."
     import torch.distributed as dist
@@ -270,7 +269,7 @@ def measure(device_type: str = 'cpu', # of the process group: 'cpu', 'npu' or 'c
     load_torch().set_num_threads(1)
     world, grow = dist.get_world_size(), 1 if device_type == 'cpu' else 8
     clock = rank_clock(device_type, int(os.environ.get('LOCAL_WORLD_SIZE', world)))
-    probes = [Probe(kind, size, _mean_seconds(call, clock, budget_s)) for family in FAMILIES for kind, size, call in family(device_type, grow)]
+    probes = [Probe(kind, size, _middle_seconds(call, clock, budget_s)) for family in FAMILIES for kind, size, call in family(device_type, grow)]
     work = probes[0].seconds
     probes = [replace(probe, seconds=max(1e-6, probe.seconds - PRODUCTS_BESIDE.get(probe.kind, 0) * work)) for probe in probes]
     working = [2**power for power in range(world.bit_length()) if 2**power <= world] if device_type == 'cpu' else []
@@ -304,7 +303,7 @@ def hybrid_train(context: int, # S
 def timed_steps(trainer: HybridTrainer, # of this rank
                 batch: tuple[torch.Tensor, torch.Tensor], # inputs and targets of all replicas
                 device_type: str = 'cpu', # of this rank
-                steps: int = 3, # after one that warms up
+                steps: int = 6, # after one that warms up
                ) -> np.ndarray: # [steps, 4] seconds of pipeline, gradient sum and optimizer by `rank_clock`, and of all on the wall
     "Times of steps with AdamW. Call it on every rank."
     torch = load_torch()
@@ -347,27 +346,31 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/plan/06a_fit.ipynb #34ca9b0e
 LAYERS = 'dense', 'moe'
+TIMED = 'hop', 'sum', 'sum8' # measured as they are, so each has coefficients from its own measurements
 SENT = {'dense': 'pair', 'moe': 'exchange', 'ends': 'ends'} # kind of layer: what it sends when it is cut
-_SUM = lambda ranks, nbytes: (1.0, ranks - 1.0, nbytes, nbytes * (ranks - 1) / ranks)
+_HOP = lambda nbytes: (1.0, nbytes)
+_SUM = lambda ranks, nbytes: (1.0, ranks - 1.0, nbytes / ranks, nbytes * (ranks - 1) / ranks)
 _SENT = lambda ranks, nbytes: (1.0, ranks - 1.0, nbytes)
-_LAYER = lambda samples, tokens, hidden: (1.0, samples * tokens * hidden)
-TERMS = {'sum': _SUM, 'sum8': _SUM, 'pair': _SENT, 'exchange': _SENT, 'ends': _SENT, 'dense': _LAYER, 'moe': _LAYER} # kind: terms of its size
+_DENSE = lambda samples, tokens, hidden, tp: (samples * tokens * hidden / tp, hidden**2 / tp)
+_MOE = lambda samples, tokens, hidden, ep: (1.0, samples * tokens * hidden, hidden**2 / ep)
+TERMS = {'hop': _HOP, 'sum': _SUM, 'sum8': _SUM, 'pair': _SENT, 'exchange': _SENT, 'ends': _SENT, 'dense': _DENSE, 'moe': _MOE} # kind: terms of its size
 
 
 @dataclass(frozen=True)
 class Own:
     "Coefficients of `TERMS`, [s] each."
+    hop: tuple[float, ...] = (0.0,) * 2 # of a message to the next stage and one back, by blocking calls
     sum: tuple[float, ...] = (0.0,) * 4 # of a gradient sum, fp32 on the wire
     sum8: tuple[float, ...] = (0.0,) * 4 # the same in INT8
     pair: tuple[float, ...] = (0.0,) * 3 # of an all-gather and a reduce-scatter around two matrices
     exchange: tuple[float, ...] = (0.0,) * 3 # of dispatch and combine of a layer, both passes
     ends: tuple[float, ...] = (0.0,) * 3 # of embedding, head and loss whose vocabulary is cut
-    dense: tuple[float, ...] = (0.0,) * 2 # of a layer besides what `plan.cost` counts, both passes
-    moe: tuple[float, ...] = (0.0,) * 2 # of a layer with experts, likewise
+    dense: tuple[float, ...] = (0.0,) * 2 # of a layer besides what `plan.cost` counts, both passes: per number of its input and of a matrix; what does not grow is `kernel_s`
+    moe: tuple[float, ...] = (0.0,) * 3 # of a layer with experts, likewise
 
     def seconds(self,
                 kind: str, # a key of `TERMS`
-                *size: float, # for sums and messages ranks and bytes, for layers samples, tokens and hidden
+                *size: float, # for hops bytes, for what a group sends ranks and bytes, for layers samples, tokens, hidden and the ranks that share the matrices
                ) -> float: # [s]
         "Time of one call, or what a layer takes besides."
         return float(np.dot(TERMS[kind](*size), getattr(self, kind)))
@@ -430,16 +433,18 @@ CALLS = {'dense': 4, 'moe': 1, 'ends': 1} # kind of layer: how often it sends wh
 
 def _besides(kind, own, samples, tokens, hidden, ranks):
     "What a layer takes besides what `plan.cost` counts, and what it sends."
-    rest = own.seconds(kind, samples, tokens / ranks if kind == 'dense' else tokens, hidden) if kind in LAYERS else 0.0
+    rest = own.seconds(kind, samples, tokens, hidden, ranks) if kind in LAYERS else 0.0
     return rest + (ranks > 1) * CALLS[kind] * own.seconds(SENT[kind], ranks, 4 * samples * tokens * hidden)
 
 
-def _sent(probe, cluster, e):
+def _link_seconds(probe, calibration):
+    "What the planner says about a message."
+    cluster, e = calibration.cluster, calibration.efficiency
     if probe.kind == 'hop':
         return cluster.links[0].seconds(probe.size[0]) + e.call_s
     ranks, nbytes = (np.array([float(part)]) for part in probe.size)
     inside, _, latency = collective_levels('all_to_all', nbytes, ranks, np.ones(1), cluster)
-    return (inside / e.inside + latency + e.call_s)[0]
+    return float((inside / e.inside + latency + e.call_s)[0])
 
 
 # %% ../../nbs/plan/06a_fit.ipynb #1dd3563f
@@ -453,38 +458,43 @@ def probe_seconds(probe: Probe, # kind and size
         return _computed(Probe('product', BETWEEN, 0.0), cluster, e) * slow(probe.size[0]) / slow(cluster.cards)
     if probe.kind in ('copy', 'launch'):
         return 2 * probe.size[0] / cluster.device.hbm_bytes_per_s if probe.kind == 'copy' else calibration.launch_s
-    if probe.kind in ('hop', 'all_to_all', 'step'):
-        return _measured_step(probe, calibration).total if probe.kind == 'step' else float(_sent(probe, cluster, e))
-    if probe.kind in ('sum', 'sum8'):
+    if probe.kind in ('all_to_all', 'step'):
+        return _measured_step(probe, calibration).total if probe.kind == 'step' else _link_seconds(probe, calibration)
+    if probe.kind in TIMED:
         return calibration.own.seconds(probe.kind, *probe.size)
     return float(_computed(probe, cluster, e)) + (_besides(probe.kind, calibration.own, *probe.size) if probe.kind in SENT else 0.0)
 
 # %% ../../nbs/plan/06a_fit.ipynb #462521f3
 START = {'matrix': 0.9, 'tile': 1e3, 'depth': 3.0, 'memory': 0.5, 'attention': 0.3, 'attention_depth': 30.0, 'kernel_s': 3e-5} # constant: first guess
+BESIDES = {'input': 1e-7, 'matrix_numbers': 3e-8} # the same for `Own.dense`
 LINK = {'alpha': 2e-4, 'bytes_per_s': 1e9, 'inside': 0.8, 'call_s': 1e-4}
-SHARES = 'matrix', 'memory', 'attention', 'inside' # at most 1
+SHARES = 'memory', 'attention', 'inside' # at most 1
 NOTHING = dict.fromkeys(('host_s', 'micro_s', 'step_s', 'overlap_tp', 'overlap_dp', 'overlap_fsdp', 'overlap_pp', 'host_skew', 'stragglers'), 0.0) # hidden, or not seen here
 
 
-def _least(names, with_constants, calibration, kinds):
+def _least(names, with_constants, calibration, kinds, seconds=probe_seconds):
     "The calibration with the constants that bring measurements of these kinds nearest."
     from scipy.optimize import least_squares
 
-    rows = [probe for probe in calibration.probes if probe.kind in kinds and probe.size[:3] not in _larger(calibration.probes)]
+    rows = [probe for probe in calibration.probes if probe.kind in kinds and not (probe.kind in SENT and probe.size[3] > 1)]
     make = lambda logs: with_constants(calibration, dict(zip(names, np.exp(logs).tolist())))
     start, most = np.log(list(names.values())), np.array([0.0 if name in SHARES else np.inf for name in names])
-    error = lambda logs: [*(np.log(probe_seconds(probe, made) / probe.seconds) for made in [make(logs)] for probe in rows), *(0.01 * (logs - start))]
+    error = lambda logs: [*(np.log(seconds(probe, made) / probe.seconds) for made in [make(logs)] for probe in rows), *(0.01 * (logs - start))]
     return make(least_squares(error, np.minimum(start, most - 0.01), bounds=(-np.inf, most), loss='soft_l1', f_scale=0.1).x)
 
-
-def _larger(probes):
-    "All layers but the smallest, which mostly launches kernels."
-    return sorted(probe.size[:3] for probe in probes if probe.kind == 'dense')[1:]
 
 # %% ../../nbs/plan/06a_fit.ipynb #415b49e2
 def _with_constants(calibration, found):
     device = replace(calibration.cluster.device, efficiency=calibration.cluster.device.efficiency | found)
     return replace(calibration, cluster=replace(calibration.cluster, device=device))
+
+
+def _with_card(calibration, found):
+    "Constants of `plan.cost`, and what layers take besides: launches and what grows are told apart by layers of several sizes, fitted together."
+    device, own = calibration.cluster.device, replace(calibration.own, dense=tuple(found[name] for name in BESIDES))
+    peak = {dtype: rate * max(1.0, found['matrix']) for dtype, rate in device.flops.items()} # the best product that was measured may lie below it
+    raised = replace(calibration, own=own, cluster=replace(calibration.cluster, device=replace(device, flops=peak)))
+    return _with_constants(raised, {name: found[name] for name in START} | {'matrix': min(1.0, found['matrix'])})
 
 
 def _with_link(calibration, found):
@@ -501,7 +511,7 @@ def _raw(probes, name, device, ranks, cores):
                       **{key: value for key, value in device.items() if key != 'dtype'})
     link = LinkSpec(name='inside', shape='switch', span=ranks, bytes_per_s=LINK['bytes_per_s'], alpha=LINK['alpha'])
     cluster = ClusterSpec(name=name, device=card, cards_per_server=ranks, servers=1, links=(link, replace(link, name='between', span=0)))
-    own = {kind: _linear(kind, [(probe.size, probe.seconds, 0.0) for probe in probes if probe.kind == kind]) for kind in ('sum', 'sum8')}
+    own = {kind: _linear(kind, [(probe.size, probe.seconds, 0.0) for probe in probes if probe.kind == kind]) for kind in TIMED}
     return Calibration(cluster, Own(**own), cores, min((probe.seconds for probe in probes if probe.kind == 'launch'), default=0.0), tuple(probes))
 
 # %% ../../nbs/plan/06a_fit.ipynb #860e7db5
@@ -515,15 +525,15 @@ def fit_calibration(probes: Sequence[Probe], # from `measure`
     missing = sorted({'product', 'copy', 'update', 'attention', 'dense', 'hop'} - {probe.kind for probe in probes})
     if missing:
         raise ValueError(f'no measurement of {", ".join(missing)}; give all that `measure` returns, of 2 ranks or more')
-    found = _least(START, _with_constants, _raw(probes, name, device, ranks, cores), ('product', 'attention', 'update', 'dense'))
+    found = _least(START | BESIDES, _with_card, _raw(probes, name, device, ranks, cores), ('product', 'attention', 'update', 'dense'))
     for kind in SENT:
-        found = _with_sent(_with_layer(found, kind) if kind in LAYERS else found, kind)
-    return _with_host(_least(LINK, _with_link, found, ('hop', 'all_to_all')))
+        found = _with_sent(_with_moe(found) if kind == 'moe' else found, kind)
+    return _with_host(_least(LINK, _with_link, found, ('hop', 'all_to_all'), _link_seconds))
 
 # %% ../../nbs/plan/06a_fit.ipynb #b2046b25
-def _with_layer(found, kind):
-    rows = [(probe.size[:3], probe.seconds, probe_seconds(probe, found)) for probe in found.probes if probe.kind == kind and probe.size[3] == 1]
-    return replace(found, own=replace(found.own, **{kind: _linear(kind, rows)}))
+def _with_moe(found):
+    rows = [(probe.size, probe.seconds, probe_seconds(probe, found)) for probe in found.probes if probe.kind == 'moe' and probe.size[3] == 1]
+    return replace(found, own=replace(found.own, moe=_linear('moe', rows)))
 
 
 def _with_sent(found, kind):
@@ -585,14 +595,16 @@ def _sent_in_layers(own, model, layout, train):
 
 def _layer_rest(own, model, layout, train):
     "Seconds of the layers of a mean rank in a micro-batch, besides what `plan.cost` counts."
-    return sum(model.kinds.count(kind) / layout.pp * own.seconds(kind, train.micro_batch, train.seq / layout.tp, model.hidden) for kind in LAYERS)
+    each = lambda kind: model.kinds.count(kind) / layout.pp
+    dense = each('dense') * own.seconds('dense', train.micro_batch, train.seq, model.hidden, layout.tp)
+    return dense + each('moe') * own.seconds('moe', train.micro_batch, train.seq / layout.tp, model.hidden, layout.ep)
 
 
 def _gradient_sums(own, model, layout, train):
     "Seconds of what tp cuts, what it does not cut, and the experts."
     strategies, kind = Strategies.of(layout, train), 'sum8' if train.gradient_bits else 'sum'
     (dense,), (experts,) = fullest_stage(model, strategies, train)
-    of_experts = own.seconds(kind, int(strategies.edp[0]), 4 * experts) if model.experts else 0.0
+    of_experts = own.seconds(kind, copies, 4 * experts) if model.experts and (copies := int(strategies.edp[0])) > 1 else 0.0
     return own.seconds(kind, layout.dp, 4 * dense) + own.seconds('sum', layout.tp * layout.dp, 0) + of_experts
 
 # %% ../../nbs/plan/06a_fit.ipynb #d44d5018
@@ -605,7 +617,7 @@ def predict_step(calibration: Calibration, # of the machine
     cluster, e, own, m, p = calibration.cluster, calibration.efficiency, calibration.own, int(train.microbatches(layout.dp)), layout.pp
     report, strategies = estimate_step(model, cluster, layout, train, e), Strategies.of(layout, train)
     found = step_seconds(step_work(model, cluster, strategies, train, layout.order), e, train.schedule)
-    stages, hop = found['stages'][:, :p, 0], float(found['hop'][0]) * (p > 1)
+    stages, hop = found['stages'][:, :p, 0], own.seconds('hop', 4 * train.micro_batch * train.seq * model.hidden / layout.tp) * (p > 1)
     even = stages.sum(axis=0).mean() / stages.sum(axis=0).max() # work of a mean rank over that of the busiest
     parts = report.parts | {name: report.parts[name] * even for name in WORK}
     sent, rest = _sent_in_layers(own, model, layout, train), _layer_rest(own, model, layout, train)
@@ -645,7 +657,7 @@ def _card(device, ranks):
 def calibrate(world_size: int = 8, # ranks, all on this machine; 2 or more
               name: str | None = None, # of the cluster; None: backend and ranks, e.g. 'gloo-8'
               prefer: str | None = None, # 'npu', 'cuda' or 'cpu'; None: the best there is
-              budget_s: float = 0.01, # [s] of a round of a measurement
+              budget_s: float = 0.05, # [s] of a round of a measurement
              ) -> Calibration:
     "Measures this machine with so many ranks and fits it."
     if world_size < 2:
