@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridlab.comm.paths import (CHUNK_BYTES, FEATURES, SLOT_US, FabricEnv, PathEnv, PathResult, Regime, fat_tree, leaf_spine, observe, plot_fabric,
+from hybridlab.comm.paths import (CHUNK_BYTES, FEATURES, SLOT_US, FabricEnv, PathEnv, PathResult, Regime, fabric_of, fat_tree, leaf_spine, observe, plot_fabric,
                                   rail_optimised, run_episodes)
+from hybridlab.spec.cluster import load_cluster
 
 FABRICS = {'leaf-spine': leaf_spine(), 'oversubscribed': leaf_spine(4, 8, 4), 'rails': rail_optimised(), 'fat tree': fat_tree(4)}
 each_fabric = pytest.mark.parametrize('fabric', FABRICS.values(), ids=FABRICS)
@@ -315,3 +316,12 @@ def test_plot_fabric():
     wait[[3, 70]] = 500, 150
     ax = plot_fabric(leaf_spine(), wait)
     assert '2 of 128 links' in ax.get_title('left') and '500 us' in ax.get_title('left')
+
+
+def test_a_cluster_on_leaves_and_spines():
+    cluster = load_cluster('atlas-800t-a2')
+    fabric, crowded = (fabric_of(replace(cluster, links=(*cluster.links[:-1], replace(cluster.links[-1], oversubscription=over)))) for over in (1.0, 2.0))
+    assert fabric.servers == cluster.servers == 16 and fabric.paths == 8
+    assert fabric.server_rate == leaf_spine().server_rate and fabric.capacity[0] == leaf_spine().capacity[0] == 2 * crowded.capacity[0]
+    with pytest.raises(ValueError, match='16 servers of atlas-800t-a2 with 16 to a leaf; give a divisor that leaves two leaves or more'):
+        fabric_of(cluster, 16)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+    from hybridlab.spec.cluster import ClusterSpec
+
 # %% auto #0
-__all__ = ['SLOT_US', 'CHUNK_BYTES', 'BASE_US', 'REGIMES', 'Fabric', 'leaf_spine', 'rail_optimised', 'fat_tree', 'Regime', 'PathResult', 'FabricEnv', 'run_episodes', 'plot_fabric', 'POLICIES', 'Policy', 'run_policy', 'static', 'ecmp', 'spray', 'wcmp', 'jsq', 'power_of_d', 'letflow', 'conga', 'drill', 'hula', 'reps', 'ucb', 'thompson', 'water_filling', 'soft_own', 'omniscient', 'pooled_env', 'Episode', 'record_episode', 'plot_episode', 'SPACE', 'TUNING_SEEDS', 'TEST_SEEDS', 'METRICS', 'LARGER', 'ARTICLE', 'tune', 'tuned', 'evaluate', 'summarise', 'paired', 'tune_all', 'evaluate_all', 'load_path_results', 'plot_policies', 'explore_paths', 'FEATURES', 'AGAIN', 'AGAIN_SEEDS', 'observe', 'PathEnv', 'path_net', 'learned', 'PathTraining', 'load_path_training', 'train', 'train_all', 'evaluate_learned', 'load_learned_results', 'compare_learned', 'plot_training', 'plot_learned', 'explore_training']
+__all__ = ['SLOT_US', 'CHUNK_BYTES', 'BASE_US', 'REGIMES', 'Fabric', 'leaf_spine', 'fabric_of', 'rail_optimised', 'fat_tree', 'Regime', 'PathResult', 'FabricEnv', 'run_episodes', 'plot_fabric', 'POLICIES', 'Policy', 'run_policy', 'static', 'ecmp', 'spray', 'wcmp', 'jsq', 'power_of_d', 'letflow', 'conga', 'drill', 'hula', 'reps', 'ucb', 'thompson', 'water_filling', 'soft_own', 'omniscient', 'pooled_env', 'Episode', 'record_episode', 'plot_episode', 'SPACE', 'TUNING_SEEDS', 'TEST_SEEDS', 'METRICS', 'LARGER', 'ARTICLE', 'tune', 'tuned', 'evaluate', 'summarise', 'paired', 'tune_all', 'evaluate_all', 'load_path_results', 'plot_policies', 'explore_paths', 'FEATURES', 'AGAIN', 'AGAIN_SEEDS', 'observe', 'PathEnv', 'path_net', 'learned', 'PathTraining', 'load_path_training', 'train', 'train_all', 'evaluate_learned', 'load_learned_results', 'compare_learned', 'plot_training', 'plot_learned', 'explore_training']
 
 # %% ../../nbs/comm/05_paths.ipynb #bdf5ff9f
 SLOT_US, CHUNK_BYTES, BASE_US = 20.0, 131072, 10.0 # length of a slot, size of a chunk, latency of an empty path
@@ -65,6 +67,18 @@ def leaf_spine(leaves: int = 8, # two or more
     routes = np.stack(np.broadcast_arrays(up, down), axis=-1)
     routes[leaf[:, None] == leaf] = -1
     return Fabric(f'leaf-spine {leaves} x {servers_per_leaf} x {spines}', routes, np.full(2 * n, _per_slot(link_gb_s)), _per_slot(server_gb_s), (0, n), (n, 2 * n))
+
+
+def fabric_of(cluster: ClusterSpec, # its last link becomes the fabric
+              servers_per_leaf: int = 4, # a divisor of the servers, two leaves or more
+              spines: int = 8, # paths between two leaves
+             ) -> Fabric: # as oversubscribed as the link says
+    "Servers of a cluster on leaves and spines, which no cluster file records."
+    link, leaves = cluster.links[-1], cluster.servers // servers_per_leaf
+    if leaves < 2 or cluster.servers % servers_per_leaf:
+        raise ValueError(f'{cluster.servers} servers of {cluster.name} with {servers_per_leaf} to a leaf; give a divisor that leaves two leaves or more')
+    server = link.bytes_per_s * (1 if link.per_server else cluster.cards_per_server) / 1e9
+    return leaf_spine(leaves, servers_per_leaf, spines, server, server * servers_per_leaf / spines / link.oversubscription)
 
 # %% ../../nbs/comm/05_paths.ipynb #72725cbf
 def rail_optimised(pods: int = 4, # groups of servers on the same rail switches

@@ -355,7 +355,7 @@ _DENSE = lambda samples, tokens, hidden, tp: (samples * tokens * hidden / tp, hi
 _MOE = lambda samples, tokens, hidden, ep: (1.0, samples * tokens * hidden, hidden**2 / ep)
 TERMS = {'hop': _HOP, 'sum': _SUM, 'sum8': _SUM, 'pair': _SENT, 'exchange': _SENT, 'ends': _SENT, 'dense': _DENSE, 'moe': _MOE} # kind: terms of its size
 
-
+# %% ../../nbs/plan/06a_fit.ipynb #d7e8f9a0
 @dataclass(frozen=True)
 class Own:
     "Coefficients of `TERMS`, [s] each."
