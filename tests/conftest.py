@@ -1,5 +1,6 @@
 """What several test files share: a clean copy of the checkout, the documentation site, a Chromium. No test writes into the checkout itself."""
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--no-proxy-server', '--no-first-run', '--disable-extensions', '--disable-sync',
          '--disable-background-networking', '--disable-component-update', '--disable-default-apps', '--disable-domain-reliability']
+
+signal.signal(signal.SIGINT, signal.default_int_handler) # a shell starts background jobs with it ignored, which all children would inherit
 
 
 def checkout_files():

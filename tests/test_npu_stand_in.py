@@ -84,7 +84,7 @@ def small_measure(device_type, budget_s): # `measure` with the shapes for a CPU,
     from hybridlab.plan import calibrate
 
     clock = calibrate.rank_clock(device_type, 2)
-    return [Probe(kind, size, calibrate._mean_seconds(call, clock, budget_s)) for family in calibrate.FAMILIES for kind, size, call in family(device_type, 1)]
+    return [Probe(kind, size, calibrate._middle_seconds(call, clock, budget_s)) for family in calibrate.FAMILIES for kind, size, call in family(device_type, 1)]
 """
 
 
