@@ -9,13 +9,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from .core.device import load_torch, pick_device
+from .core.device import load_torch, one_thread, pick_device
 from .core.launch import run
 from .core.progress import progress
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # %% auto #0
-__all__ = ['BENCHES', 'Row', 'faster', 'best_seconds', 'one_thread', 'bench_quantization', 'bench_chunking', 'machine',
-           'run_bench', 'bench_table']
+__all__ = ['BENCHES', 'Row', 'faster', 'best_seconds', 'bench_quantization', 'bench_chunking', 'machine', 'run_bench',
+           'bench_table']
 
 # %% ../nbs/bench.ipynb #016ddaca
 @dataclass(frozen=True)
@@ -61,18 +60,6 @@ def best_seconds(candidates: Mapping[str, Callable[[], object]], # name → func
             if turn:
                 best[name] = min(best[name], time.perf_counter() - started)
     return best
-
-
-@contextmanager
-def one_thread():
-    "torch on one thread for the length of a block."
-    torch = load_torch()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 # %% ../nbs/bench.ipynb #a18b944d
 def _compiled(function, note):

@@ -12,8 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .bench import Row, best_seconds, faster, one_thread
-from .core.device import load_torch
+from .bench import Row, best_seconds, faster
+from .core.device import load_torch, one_thread
 from .moe.routing import aux_loss, capacity, permute, route
 
 if TYPE_CHECKING:

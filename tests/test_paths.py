@@ -325,3 +325,10 @@ def test_a_cluster_on_leaves_and_spines():
     assert fabric.server_rate == leaf_spine().server_rate and fabric.capacity[0] == leaf_spine().capacity[0] == 2 * crowded.capacity[0]
     with pytest.raises(ValueError, match='16 servers of atlas-800t-a2 with 16 to a leaf; give a divisor that leaves two leaves or more'):
         fabric_of(cluster, 16)
+
+
+def test_a_cluster_runs_with_jobs_of_its_size():
+    env = FabricEnv(fabric_of(load_cluster('atlas-800t-a2')), Regime('mine', jobs=(('ring', 8), ('moe', 8))), envs=2)
+    env.reset(0)
+    result = run_episodes(env, lambda: np.ones(env.shape))
+    assert 0 < result.fluctuation < 1

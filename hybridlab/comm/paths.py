@@ -1234,7 +1234,7 @@ def explore_paths() -> Live:
 from importlib import import_module
 from importlib.util import find_spec
 
-from ..core.device import load_torch
+from ..core.device import load_torch, one_thread
 
 # %% ../../nbs/comm/05c_learning.ipynb #fe6e68c6
 FEATURES = ('queue up', 'queue down', 'used up', 'used down', 'capacity', 'own recent', 'own in flight', 'own wait', 'own peak', 'demand', 'phase')
@@ -1425,7 +1425,7 @@ def train(seed: int = 0, # of weights, noise and episodes
          ) -> PathTraining:
     "Trains the net of `learned` with PPO, on one core."
     torch = load_torch()
-    with torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         weights = {name: torch.from_numpy(value.copy()).requires_grad_() for name, value in (start.net if start else _new_net(seed)).items()}
         optimizer, pupils, done = torch.optim.Adam(list(weights.values()), lr=2e-3), [FabricEnv(regime=r, envs=envs, delay_us=d) for r, d in _LESSONS], start

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 # %% auto #0
-__all__ = ['BACKENDS', 'Device', 'load_torch', 'pick_device', 'device_report']
+__all__ = ['BACKENDS', 'Device', 'load_torch', 'one_thread', 'pick_device', 'device_report']
 
 # %% ../../nbs/core/02_device.ipynb #c4125358
 BACKENDS = {'npu': 'hccl', 'cuda': 'nccl', 'cpu': 'gloo'} # in order of preference
@@ -69,6 +69,18 @@ def load_torch() -> ModuleType: # the torch module
         with suppress(Exception): # `pick_device` tries again and keeps the reason
             importlib.import_module('torch_npu')
     return torch
+
+
+@contextmanager
+def one_thread():
+    "torch on one CPU thread for the length of a block: a fair race, and sums that do not depend on the number of cores."
+    torch = load_torch()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 # %% ../../nbs/core/02_device.ipynb #2d219171
 def _probe(kind):

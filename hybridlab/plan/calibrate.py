@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hybridlab.moe.hybrid import HybridTrainer
 
 # %% auto #0
-__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'ROUNDS', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'PIECES', 'STEPS', 'FAMILIES', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'timed_steps', 'LAYERS', 'TIMED', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'BESIDES', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing', 'compare_steps', 'plot_step_parts']
+__all__ = ['KINDS', 'BETWEEN', 'PRODUCTS', 'ATTENTIONS', 'UPDATE', 'BLOCKS', 'CUT', 'EXPERTS', 'WORDS', 'MESSAGES', 'PRODUCTS_BESIDE', 'SUMS', 'PIECES', 'STEPS', 'ROUNDS', 'FAMILIES', 'WARM_UP', 'Probe', 'cores_of', 'rank_clock', 'measure', 'hybrid_model', 'hybrid_train', 'timed_steps', 'LAYERS', 'TIMED', 'SENT', 'TERMS', 'UPDATED_BYTES', 'CALLS', 'START', 'BESIDES', 'LINK', 'SHARES', 'NOTHING', 'WORK', 'VENDOR', 'Own', 'Calibration', 'probe_seconds', 'fit_calibration', 'shared_makespan', 'predict_step', 'calibrate', 'save_cluster', 'load_calibration', 'plot_calibration', 'plot_sharing', 'compare_steps', 'plot_step_parts']
 
 # %% ../../nbs/plan/06_calibrate.ipynb #68711a69
 KINDS = { # kind of a measurement: what its size means
@@ -90,7 +90,6 @@ def _moves(device, grow):
 # %% ../../nbs/plan/06_calibrate.ipynb #fa4bfe1c
 BLOCKS = (2, 16, 32), (2, 64, 128), (2, 64, 256), (4, 64, 256) # samples, tokens, hidden
 CUT = BLOCKS[1:] # of these, what is also measured in parts
-ROUNDS = 5 # of a measurement
 EXPERTS, WORDS = 4, 104
 
 
@@ -219,6 +218,9 @@ def _steps(device, grow):
         trainer.close()
 
 # %% ../../nbs/plan/06_calibrate.ipynb #6217674f
+ROUNDS = 5 # of a measurement
+
+
 def _middle_seconds(call, clock, budget_s):
     "Seconds of one call: the middle round of the mean rank; all ranks repeat it as often."
     import torch.distributed as dist
@@ -240,7 +242,7 @@ def _middle_seconds(call, clock, budget_s):
     return float(np.median(np.mean(everyone([once(count) for _ in range(ROUNDS)]), axis=0)))
 
 # %% ../../nbs/plan/06_calibrate.ipynb #da773c98
-def _busy_seconds(device, working, rounds=3, count=10):
+def _busy_seconds(device, working, rounds=3, count=200): # long enough that all that start are at work together
     "Wall seconds of a product while so many ranks work and the others wait."
     torch = load_torch()
     import torch.distributed as dist
@@ -300,10 +302,13 @@ def hybrid_train(context: int, # S
     return TrainSpec(context, global_batch, micro_batch, dtype='fp32', zero=0, gradient_bits=bits, fused_kernels=False, vocab_multiple=1, imbalance=imbalance)
 
 # %% ../../nbs/plan/06_calibrate.ipynb #0099b1e4
+WARM_UP = 4 # steps; the first gradient sums of a trainer take up to twice as long
+
+
 def timed_steps(trainer: HybridTrainer, # of this rank
                 batch: tuple[torch.Tensor, torch.Tensor], # inputs and targets of all replicas
                 device_type: str = 'cpu', # of this rank
-                steps: int = 6, # after one that warms up
+                steps: int = 4, # after `WARM_UP`
                ) -> np.ndarray: # [steps, 4] seconds of pipeline, gradient sum and optimizer by `rank_clock`, and of all on the wall
     "Times of steps with AdamW. Call it on every rank."
     torch = load_torch()
@@ -312,7 +317,7 @@ def timed_steps(trainer: HybridTrainer, # of this rank
     clock, optimizer = rank_clock(device_type, dist.get_world_size()), torch.optim.AdamW(trainer.parameters, fused=True)
     mine = [whole[trainer.groups.replica::trainer.groups.layout.dp] for whole in batch]
     parts, found = (lambda: trainer.pipeline.step(*mine), lambda: trainer.sync(trainer.stages), optimizer.step), []
-    for _ in range(steps + 1):
+    for _ in range(WARM_UP + steps):
         optimizer.zero_grad()
         dist.barrier()
         wall, times = time.perf_counter(), [clock()]
@@ -321,7 +326,7 @@ def timed_steps(trainer: HybridTrainer, # of this rank
             times.append(clock())
         dist.barrier()
         found.append([*np.diff(times), time.perf_counter() - wall])
-    return np.array(found[1:])
+    return np.array(found[WARM_UP:])
 
 # %% ../../nbs/plan/06a_fit.ipynb #cc6bec48
 import json
@@ -586,18 +591,25 @@ def shared_makespan(schedule: Schedule, # of one pipeline, one copy of the model
 
 # %% ../../nbs/plan/06a_fit.ipynb #cc6fd2b0
 WORK = (*PASSES, 'recompute', 'host') # parts of a step that a rank works on in every micro-batch
+
+
+def _layers_of_rank(model, layout):
+    "Dense layers and layers with experts of a mean rank."
+    return [model.kinds.count(kind) / layout.pp for kind in LAYERS]
+
+
 def _sent_in_layers(own, model, layout, train):
     "Seconds of tensor and expert parallelism in a micro-batch, of a mean rank. A layer with experts has one pair of matrices that tp cuts, others two; each both ways."
-    nbytes, each = 4 * train.micro_batch * train.seq * model.hidden, lambda kind: model.kinds.count(kind) / layout.pp
-    cut = (4 * each('dense') + 2 * each('moe')) * own.seconds('pair', layout.tp, nbytes) + own.seconds('ends', layout.tp, nbytes) / layout.pp
-    return {'tp': cut if layout.tp > 1 else 0.0, 'ep': each('moe') * own.seconds('exchange', layout.ep, nbytes / layout.tp) if layout.ep > 1 else 0.0}
+    nbytes, (dense, moe) = 4 * train.micro_batch * train.seq * model.hidden, _layers_of_rank(model, layout)
+    cut = (4 * dense + 2 * moe) * own.seconds('pair', layout.tp, nbytes) + own.seconds('ends', layout.tp, nbytes) / layout.pp
+    return {'tp': cut if layout.tp > 1 else 0.0, 'ep': moe * own.seconds('exchange', layout.ep, nbytes / layout.tp) if layout.ep > 1 else 0.0}
 
 
 def _layer_rest(own, model, layout, train):
     "Seconds of the layers of a mean rank in a micro-batch, besides what `plan.cost` counts."
-    each = lambda kind: model.kinds.count(kind) / layout.pp
-    dense = each('dense') * own.seconds('dense', train.micro_batch, train.seq, model.hidden, layout.tp)
-    return dense + each('moe') * own.seconds('moe', train.micro_batch, train.seq / layout.tp, model.hidden, layout.ep)
+    dense, moe = _layers_of_rank(model, layout)
+    dense_s = own.seconds('dense', train.micro_batch, train.seq, model.hidden, layout.tp)
+    return dense * dense_s + moe * own.seconds('moe', train.micro_batch, train.seq / layout.tp, model.hidden, layout.ep)
 
 
 def _gradient_sums(own, model, layout, train):
