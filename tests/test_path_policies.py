@@ -121,14 +121,25 @@ def test_water_filling_levels():
     assert np.where(used, np.abs(level - top), 0).max() < 1e-3 and (np.where(used, np.inf, level) >= top - 1e-3).all()
 
 
-def test_soft_own_by_definition():
-    env = FabricEnv(envs=2, delay_us=600)
+@pytest.mark.parametrize('late', [0.0, 2.5])
+def test_soft_own_by_definition(late):
+    env = FabricEnv(envs=8, delay_us=600)
     drive(spray(), env, 200)
     view, path = env.view().astype(float), env.state.path
     cost = 0.3 * (view[..., 0] + view[..., 1]) + 0.2 * path['flying'] / env.fabric.capacity[0] + 0.5 * path['ack']
-    expected = view[..., 4] * np.exp(-cost)
-    weights = soft_own(0.3, 0.2, 0.5).start(env)()
+    job = np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
+    left = np.clip(job['begin'] + job['busy'] - 200, 0, 20) # slots
+    assert (left == 0).any() and ((left > 0) & (left < 20)).any() and (left == 20).any()
+    expected = (view[..., 4] * np.exp(-cost)) ** (1 + late * (1 - left / 20))[..., None]
+    weights = soft_own(0.3, 0.2, 0.5, late).start(env)()
     assert weights / weights.sum(axis=-1, keepdims=True) == pytest.approx(expected / expected.sum(axis=-1, keepdims=True), abs=1e-6)
+
+
+def test_caution_spares_the_last_chunks():
+    "With a weak link in every episode, collectives that end with a sharper choice are more alike."
+    def fluctuation(late):
+        return np.mean([run_policy(soft_own(late=late), FabricEnv(), seed).fluctuation for seed in (1, 2, 3)])
+    assert fluctuation(3) < 0.9 * fluctuation(0)
 
 
 @pytest.mark.parametrize('regime', ['base', 'light', 'one job'])
@@ -190,6 +201,8 @@ def test_summary_and_pairs():
     assert row.F - row['± F'] == pytest.approx(low) and row.F + row['± F'] == pytest.approx(high)
     change = paired(table, 'b', 'a')
     assert change.loc['p99'].to_list() == pytest.approx([-20, -20, -20])
+    there, back = (paired(table, *names).loc['F'] / 100 + 1 for names in (('b', 'a'), ('a', 'b')))
+    assert [there.change * back.change, there.low * back.high, there.high * back.low] == pytest.approx([1, 1, 1]) # the same seen from the other side
     with pytest.raises(ValueError, match='same two or more seeds'):
         paired(table[table.seed == 0], 'a', 'b')
 

@@ -180,7 +180,7 @@ class _State(NamedTuple):
     seen: np.ndarray # [E, past slots, L, 3] queue [slots], utilisation, capacity left
     sent: np.ndarray # [E, past slots, N, K] own chunks
     hist: np.ndarray # [E, bins] chunks by latency
-    cost: np.ndarray # [E, slots of the episode, N, 2] waits of the chunks sent in a slot, and by how much they came after the sending was to end
+    cost: np.ndarray # [E, slots of the episode, N, 3] waits of the chunks sent in a slot, by how much they came after the sending was to end, and the latest of them
     at: np.ndarray # slot, telemetry delay, window, buffer, end of the episode, seed, chunks a server can send per slot, window of background flows
 
 # %% ../../nbs/comm/05_paths.ipynb #abc46e6f
@@ -440,8 +440,10 @@ def _arrive(now, at, one, agent, path, job, turn, total, cost):
     total.counted += one.count
     total.margin = min(total.margin, now + 2.0 - (one.sent + 1.0 + one.wait))
     if one.sent < len(cost):
+        late = max(0.0, one.sent + 1.0 + one.wait - turn.begin - job.busy)
         cost[one.sent, one.agent, 0] += one.count * one.wait
-        cost[one.sent, one.agent, 1] += one.count * max(0.0, one.sent + 1.0 + one.wait - turn.begin - job.busy)
+        cost[one.sent, one.agent, 1] += one.count * late
+        cost[one.sent, one.agent, 2] = max(cost[one.sent, one.agent, 2], late)
     _complete(job, turn, at, one.count, one.sent + 1.5 + one.wait)
 
 
@@ -570,7 +572,7 @@ def _state(fabric, drawn, settings, pool):
     routes = np.ascontiguousarray(fabric.routes.reshape(n * n * paths, -1), dtype=np.int32)
     s = _State(routes, fabric.capacity, **drawn, link=link, node=node, path=np.zeros((envs, n, paths), _PATH),
                round=np.zeros((envs, jobs, _ROUNDS), _ROUND), total=total, seen=seen, sent=np.zeros((envs, past, n, paths), np.int32),
-               hist=np.zeros((envs, _BINS), np.int64), cost=np.zeros((envs, settings[_EPISODE], n, 2)), at=np.array(settings))
+               hist=np.zeros((envs, _BINS), np.int64), cost=np.zeros((envs, settings[_EPISODE], n, 3)), at=np.array(settings))
     for e in range(envs):
         _start_rounds(0, s.at, s.job[e], s.round[e], s.agent[e])
         _demand(0, s.job[e], s.agent[e], s.members[e])
@@ -929,19 +931,33 @@ def water_filling(own: float = 1.9, # weight of own chunks in flight
 def soft_own(queue: float = 0.2, # per slot of delay last heard of
              flying: float = 2.0, # per slot's worth of own chunks in flight
              ack: float = 1.4, # per slot of wait of own acknowledgements
+             late: float = 1.0, # added to the exponent by the end of a collective
             ) -> Policy:
-    "Softmax of delay, own chunks in flight and own acknowledgements, times capacity."
+    "Softmax of delay, own chunks in flight and own acknowledgements, times capacity; sharper at the end of a collective."
     def start(env):
         def act():
-            cost, share = _soft_cost(env, queue, flying, ack)
-            return share * np.exp(-np.minimum(cost - cost.min(axis=-1, keepdims=True), 60))
+            logits, caution = _soft_logits(env, queue, flying, ack, late)
+            return np.exp(logits * caution)
         return act
-    return Policy('soft_own', 'telemetry', start, {'queue': queue, 'flying': flying, 'ack': ack})
+    return Policy('soft_own', 'telemetry', start, {'queue': queue, 'flying': flying, 'ack': ack, 'late': late})
 
 
-def _soft_cost(env, queue, flying, ack):
+_LATE = 20 # slots before the end of a collective at which caution begins
+
+
+def _soft_logits(env, queue, flying, ack, late):
+    "[E, N, K] logits, the best path at 0, and the exponent [E, N, 1]."
     view, path = env.view(), env.state.path
-    return queue * (view[..., 0] + view[..., 1]) + flying * path['flying'] / env.fabric.capacity[env.fabric.up[0]] + ack * path['ack'], view[..., 4]
+    logits = np.log(np.maximum(view[..., 4], 1e-9)) - queue * (view[..., 0] + view[..., 1]) - ack * path['ack']
+    logits -= flying * path['flying'] / env.fabric.capacity[env.fabric.up[0]]
+    caution = 1 + late * np.clip(1 - _left(env) / _LATE, 0, 1)
+    return logits - logits.max(axis=-1, keepdims=True), caution[..., None]
+
+
+def _left(env):
+    "[E, N] slots in which a server's present collective still gives it chunks to send."
+    job = np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
+    return np.maximum(job['begin'] + job['busy'] - env.state.at[_NOW], 0)
 
 # %% ../../nbs/comm/05a_policies.ipynb #554583e4
 @jit
@@ -1048,14 +1064,18 @@ SPACE = { # (lowest, highest) value of each parameter, drawn evenly in the logar
     'power_of_d': {'d': (1.5, 8), 'own': (0.02, 30)}, 'letflow': {'rate': (0.01, 4)}, 'conga': {'gap': (0.02, 1)}, 'drill': {'d': (0.6, 6)}, 'hula': {'probe': (1, 30)},
     'reps': {'mark': (0.02, 8), 'memory': (0.3, 0.995)}, 'ucb': {'memory': (0.3, 0.995), 'explore': (0.03, 300)}, 'thompson': {'memory': (0.3, 0.995), 'explore': (0.03, 300)},
     'water_filling': {'own': (0.02, 16), 'ahead': (0.2, 200)},
-    'soft_own': {'queue': (0.005, 4), 'flying': (0.05, 16), 'ack': (0.05, 16)},
+    'soft_own': {'queue': (0.005, 4), 'flying': (0.05, 16), 'ack': (0.05, 16), 'late': (0.1, 10)},
 }
-TUNING_SEEDS, TEST_SEEDS = (5000, 5001, 5002, 5003), tuple(range(7000, 7010))
+TUNING_SEEDS, TEST_SEEDS = tuple(range(5000, 5012)), tuple(range(7000, 7010))
 
 
-def _setting(space, rng, near, spread=1.0):
+def _setting(space, best, trial, trials, rng):
+    "The defaults, then some drawn anywhere, then the best with one parameter moved up or down by ever smaller steps."
     low, high = np.log(np.array([space[name] for name in space], dtype=float).T)
-    drawn = rng.uniform(low, high) if near is None else np.log(near) + rng.normal(0, 0.12 * (high - low))
+    if trial < trials / 5:
+        return best if trial == 0 else np.exp(rng.uniform(low, high))
+    drawn, moved = np.log(best), trial // 2 % len(best)
+    drawn[moved] += (-1)**trial * 0.25 * (1.1 - trial / trials) * (high - low)[moved]
     return np.exp(np.clip(drawn, low, high))
 
 
@@ -1066,19 +1086,19 @@ def _score(policy, env, seeds):
 # %% ../../nbs/comm/05b_evaluation.ipynb #2bc3b271
 def tune(name: str, # key of `SPACE`
          delay_us: float = 200.0, # [us] telemetry delay to tune for
-         trials: int = 32, # settings tried
+         trials: int = 40, # settings tried
          seeds: Iterable[int] = TUNING_SEEDS, # episodes of every trial, apart from those of tests
          **options, # of `FabricEnv`
         ) -> pd.DataFrame: # one row per trial, best first: the parameters, score, slots spent so far
-    "Tries settings of a policy, half of them anywhere and half near the best."
+    "Tries settings of a policy, the first few anywhere and the others near the best."
     import pandas as pd
 
     if name not in SPACE:
         raise ValueError(f'{name!r} has nothing to tune; valid here: {", ".join(SPACE)}')
     env, space, rng = FabricEnv(delay_us=delay_us, **options), SPACE[name], np.random.default_rng(0)
-    tried, best, slots = [], None, 0
+    tried, best, slots = [], np.array(list(POLICIES[name]().params.values())), 0
     for trial in progress(range(trials), f'tuning {name}'):
-        setting = np.array(list(POLICIES[name]().params.values())) if trial == 0 else _setting(space, rng, best if trial >= trials / 2 else None)
+        setting = _setting(space, best, trial, trials, rng)
         params, seen = dict(zip(space, map(float, setting.round(4)))), list(seeds)
         score = _score(POLICIES[name](**params), env, seen)
         slots += len(seen) * env.envs * int(env.state.at[_EPISODE])
@@ -1143,16 +1163,16 @@ def summarise(table: pd.DataFrame, # from `evaluate`
 def paired(table: pd.DataFrame, # from `evaluate`, one fabric, regime and delay
            policy: str, # whose change
            against: str, # relative to this one
-          ) -> pd.DataFrame: # per metric: mean change [%], lower and upper end of its 95 % interval
+          ) -> pd.DataFrame: # per metric: change [%] by the geometric mean, lower and upper end of its 95 % interval
     "Relative change of a policy against another, seed by seed."
     import pandas as pd
 
     ours, theirs = (table[table.policy == name].set_index('seed')[list(METRICS)] for name in (policy, against))
     if len(ours) < 2 or not ours.index.equals(theirs.index) or ours.index.has_duplicates:
         raise ValueError(f'{policy} and {against} need the same two or more seeds, once each; select one fabric, regime and delay')
-    change = (ours / theirs - 1) * 100
-    mean, half = change.mean(), change.apply(_half_width)
-    return pd.DataFrame({'change': mean, 'low': mean - half, 'high': mean + half})
+    ratio = np.log(ours / theirs)
+    mean, half = ratio.mean(), ratio.apply(_half_width)
+    return pd.DataFrame({'change': mean, 'low': mean - half, 'high': mean + half}).apply(np.expm1) * 100
 
 # %% ../../nbs/comm/05b_evaluation.ipynb #9689c262
 LARGER = replace(REGIMES['base'], name='larger', jobs=(('ring', 8),) * 7 + (('moe', 8),) * 2, flows=22, weak_links=4) # for 72 servers, never tuned on
@@ -1164,7 +1184,7 @@ _SHIFTED = 'ecmp', 'spray', 'conga', 'reps', 'water_filling', 'soft_own', 'omnis
 def tune_all(path: str, # TOML file to write
             ) -> None:
     "Tunes every policy of `SPACE` at 200 us, and those that read telemetry at 1000 us."
-    lines = ['# Written by hybridlab.comm.paths.tune_all: settings found by `tune` in the base regime, 32 trials of 24,000 slots each.']
+    lines = ['# Written by hybridlab.comm.paths.tune_all: settings found by `tune` in the base regime, 40 trials of 72,000 slots each.']
     for delay in (200, 1000):
         lines += ['', f'[delay_{delay}_us]']
         for name in SPACE if delay == 200 else [name for name in SPACE if POLICIES[name]().sees == 'telemetry']:
@@ -1293,17 +1313,15 @@ class PathEnv(_OneServer):
 
 # %% ../../nbs/comm/05c_learning.ipynb #86bda0e7
 def _features(env, base):
-    "([E, N, K, 13] features, [E, N, K] logits of the rule)."
+    "[E, N, K, 13] features, [E, N, K] logits of the rule and [E, N, 1] its caution."
     seen = observe(env)
-    cost, share = _soft_cost(env, **base)
-    logits = np.log(share) - cost
-    logits = np.maximum(logits - logits.max(axis=-1, keepdims=True), -20)
+    logits, caution = _soft_logits(env, **base)
+    logits = np.maximum(logits, -20)
     job = np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
-    age = np.clip(env.state.at[_NOW] - job['begin'], 0, 400)
-    shared = [np.minimum(age / env.delay, 3), np.clip(job['busy'] - age, 0, 400) / 50]
+    shared = [np.clip((env.state.at[_NOW] - job['begin']) / env.delay, 0, 3), np.minimum(_left(env), 400) / 50]
     waits = np.log1p(seen[..., [0, 1, 5, 6, 7, 8]])
     whole = [logits[..., None] / 4, *(np.broadcast_to(value[..., None, None], (*env.shape, 1)) for value in shared)]
-    return np.concatenate([waits, seen[..., [2, 3, 4, 9]], *whole], axis=-1, dtype=np.float32), logits
+    return np.concatenate([waits, seen[..., [2, 3, 4, 9]], *whole], axis=-1, dtype=np.float32), logits, caution
 
 
 def _new_net(seed, hidden=32, features=13):
@@ -1336,15 +1354,15 @@ def learned(net: dict[str, np.ndarray] | None = None, # weights; None takes the 
     def start(env):
         base = tuned('soft_own', env.delay_us).params
         def act():
-            x, logits = _features(env, base)
+            x, logits, caution = _features(env, base)
             trusted = x[..., 8].min(axis=-1, keepdims=True) >= guard
-            return _to_weights(logits + trusted * path_net(net, x)[0])
+            return _to_weights(logits + trusted * path_net(net, x)[0], caution)
         return act
     return Policy('learned', 'telemetry', start, {})
 
 
-def _to_weights(logits):
-    return np.exp(logits - logits.max(axis=-1, keepdims=True))
+def _to_weights(logits, caution):
+    return np.exp((logits - logits.max(axis=-1, keepdims=True)) * caution)
 
 # %% ../../nbs/comm/05c_learning.ipynb #99af8e1c
 def _rollout(env, net, noise, seed):
@@ -1353,15 +1371,16 @@ def _rollout(env, net, noise, seed):
     base, seen = tuned('soft_own', env.delay_us).params, []
     servers = np.arange(env.fabric.servers)
     for _ in range(env.state.at[_EPISODE]):
-        x, logits = _features(env, base)
+        x, logits, caution = _features(env, base)
         action = path_net(net, x)[0] + noise * env.rng.standard_normal(env.shape, dtype=np.float32)
         backlog = env.state.agent['backlog'].copy()
         seen.append((x, action, np.where(env.fabric.routes[servers, env.state.agent['to'], 0, 0] >= 0, backlog, 0)))
-        env.step(_to_weights(logits + action))
-    run_episodes(env, lambda: _to_weights(_features(env, base)[1]))
+        env.step(_to_weights(logits + action, caution))
+    run_episodes(env, lambda: _to_weights(*_features(env, base)[1:]))
     x, action, chunks = (np.stack(values, axis=1) for values in zip(*seen))
-    cost = np.minimum(env.state.cost / np.maximum(chunks, 1)[..., None], 60).sum(axis=-1)
-    return x, action, chunks > 0, np.sqrt(cost + 0.25) - 0.5
+    mean = env.state.cost[..., :2] / np.maximum(chunks, 1)[..., None]
+    cost = np.sqrt(np.minimum(mean, 60).sum(axis=-1) + 0.25) - 0.5
+    return x, action, chunks > 0, cost + 0.2 * np.minimum(env.state.cost[..., 2], 60)
 
 
 def _rewards(cost, acted, gamma=0.9):
@@ -1418,7 +1437,7 @@ _LESSONS = (('base', 200), ('base', 1000), ('one job', 1000), ('near failure', 2
 
 
 def train(seed: int = 0, # of weights, noise and episodes
-          rounds: int = 90, # episodes, each in `envs` environments
+          rounds: int = 120, # episodes, each in `envs` environments
           envs: int = 8, # at once
           watch: Callable[[PathTraining], bool | None] | None = None, # called after every round; True stops
           start: PathTraining | None = None, # goes on from a checkpoint
@@ -1460,7 +1479,7 @@ def train_all(path: str, # NPZ file to write
     np.savez_compressed(path, **{f'{seed}/{name}': value for seed, part in parts for name, value in part.items()})
 
 
-AGAIN, AGAIN_SEEDS = replace(REGIMES['base'], name='base again'), tuple(range(8000, 8020)) # twenty more seeds, looked at once
+AGAIN, AGAIN_SEEDS = replace(REGIMES['base'], name='base again'), tuple(range(11000, 11100)) # a hundred more seeds, looked at once
 
 
 def evaluate_learned(path: str, # CSV file to write
@@ -1537,7 +1556,7 @@ def plot_learned(comparison: pd.DataFrame, # from `compare_learned`
     return ax
 
 # %% ../../nbs/comm/05c_learning.ipynb #bceaccb1
-def explore_training(rounds: int = 90, # rounds to train at most
+def explore_training(rounds: int = 120, # rounds to train at most
                      envs: int = 4, # environments at once
                     ) -> Live:
     "The learning curve of a run that ships, and a button that trains a new one and stops."
