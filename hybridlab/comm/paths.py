@@ -435,8 +435,7 @@ def _arrive(now, at, one, agent, path, job, turn, total, cost):
     path.new += one.count
     path.new_wait += one.count * one.wait
     path.new_peak = max(path.new_peak, one.wait)
-    agent.heard += one.count
-    agent.heard_wait += one.count * one.wait
+    agent.heard, agent.heard_wait = agent.heard + one.count, agent.heard_wait + one.count * one.wait
     total.counted += one.count
     total.margin = min(total.margin, now + 2.0 - (one.sent + 1.0 + one.wait))
     if one.sent < len(cost):
