@@ -117,11 +117,13 @@ def test_results_come_back(results):
 
 
 def test_bars(results):
-    "What the page says: p99 at 1 ms at least a tenth lower in every run, F and near failure not resolved as worse."
+    "What the page says: p99 at least a tenth lower in every run, F at most a tenth higher on fresh seeds, near failure not resolved as worse."
     changes = compare_learned(results).set_index(['regime', 'delay_us', 'metric'])
-    late = changes.loc['base', 1000.0, 'p99']
-    assert late.change <= -10 and late.high < 0 and late[['run 0', 'run 1', 'run 2']].max() < -10
-    assert (changes.xs('F', level='metric').drop('larger', level='regime').low <= 0).all()
+    for regime, delay in (('base', 1000.0), ('base again', 200.0), ('base again', 1000.0)):
+        p99 = changes.loc[regime, delay, 'p99']
+        assert p99.change <= -10 and p99.high < 0 and p99[['run 0', 'run 1', 'run 2']].max() < -10
+    assert (changes.loc['base again'].xs('F', level='metric').high <= 10).all()
+    assert (changes.xs('F', level='metric').drop('base again', level='regime').low <= 0).all()
     assert (changes.loc['near failure'].drop(['p95', 'cct_p99'], level='metric').low <= 0).all()
 
 

@@ -242,6 +242,7 @@ def test_bars(results):
     base = summarise(results[results.regime == 'base']).droplevel(['fabric', 'regime']).F
     assert 0.40 <= base[200.0, 'ecmp'] <= 0.65
     assert base[200.0, 'soft_own'] <= 0.05 and base[1000.0, 'soft_own'] <= 0.12
+    assert all(base[delay, 'soft_own'] < 0.7 * base[delay].drop(['soft_own', 'omniscient']).min() for delay in (200.0, 1000.0))
     assert (base.groupby('delay_us').idxmin() == [(200.0, 'omniscient'), (1000.0, 'omniscient')]).all()
 
 
