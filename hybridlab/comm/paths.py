@@ -940,7 +940,7 @@ def soft_own(queue: float = 0.2, # per slot of delay last heard of
         return act
     return Policy('soft_own', 'telemetry', start, {'queue': queue, 'flying': flying, 'ack': ack, 'late': late})
 
-
+# %% ../../nbs/comm/05a_policies.ipynb #7df5b814
 _LATE = 20 # slots before the end of a collective at which caution begins
 
 
@@ -953,9 +953,14 @@ def _soft_logits(env, queue, flying, ack, late):
     return logits - logits.max(axis=-1, keepdims=True), caution[..., None]
 
 
+def _own_job(env):
+    "[E, N] record of the job of each server; idle servers, which send nothing, show the first."
+    return np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
+
+
 def _left(env):
     "[E, N] slots in which a server's present collective still gives it chunks to send."
-    job = np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
+    job = _own_job(env)
     return np.maximum(job['begin'] + job['busy'] - env.state.at[_NOW], 0)
 
 # %% ../../nbs/comm/05a_policies.ipynb #554583e4
@@ -1264,7 +1269,7 @@ def observe(env: FabricEnv, # at the start of a slot
     "What a server knows: stale telemetry, its own chunks, its place in the iteration."
     path, agent, at, rate = env.state.path, env.state.agent, env.state.at, env.fabric.server_rate
     own = [path['recent'] / rate, path['flying'] / rate, path['ack'], path['peak']]
-    job = np.take_along_axis(env.state.job, np.maximum(agent['job'], 0), axis=1)
+    job = _own_job(env)
     phase = np.clip((at[_NOW] - job['begin']) / job['period'], 0, 1)
     shared = [np.broadcast_to(value[..., None], env.shape) for value in (agent['backlog'] / rate, phase)]
     return np.concatenate([env.view(), np.stack([*own, *shared], axis=-1)], axis=-1, dtype=np.float32)
@@ -1316,8 +1321,7 @@ def _features(env, base):
     seen = observe(env)
     logits, caution = _soft_logits(env, **base)
     logits = np.maximum(logits, -20)
-    job = np.take_along_axis(env.state.job, np.maximum(env.state.agent['job'], 0), axis=1)
-    shared = [np.clip((env.state.at[_NOW] - job['begin']) / env.delay, 0, 3), np.minimum(_left(env), 400) / 50]
+    shared = [np.clip((env.state.at[_NOW] - _own_job(env)['begin']) / env.delay, 0, 3), np.minimum(_left(env), 400) / 50]
     waits = np.log1p(seen[..., [0, 1, 5, 6, 7, 8]])
     whole = [logits[..., None] / 4, *(np.broadcast_to(value[..., None, None], (*env.shape, 1)) for value in shared)]
     return np.concatenate([waits, seen[..., [2, 3, 4, 9]], *whole], axis=-1, dtype=np.float32), logits, caution
